@@ -1,0 +1,104 @@
+#include "cc/attention/attention.h"
+#include "cc/common/op.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tf_ops {
+
+using tensorflow::shape_inference::DimensionHandle;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+REGISTER_OP("TfOps>DotProductAttention")
+    .Input("query: T")
+    .Input("key: T")
+    .Input("value: T")
+    .Input("bias: T")
+    .Input("mask: bool")
+    .Input("query_seq_lengths: int32")
+    .Input("key_value_seq_lengths: int32")
+    .Attr("scale: float")
+    .Attr("soft_cap: float = 0.0")
+    .Attr("is_causal: bool = false")
+    .Attr("bottom_right: bool = false")
+    .Output("output: T")
+    .Output("lse: float")
+    .Attr("T: {float, half, bfloat16}")
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle query, key, value;
+      DimensionHandle unused;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 4, &query));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 4, &key));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(2), 4, &value));
+      TF_RETURN_IF_ERROR(c->Merge(c->Dim(query, 0), c->Dim(key, 0), &unused));
+      TF_RETURN_IF_ERROR(c->Merge(c->Dim(query, 0), c->Dim(value, 0), &unused));
+      TF_RETURN_IF_ERROR(c->Merge(c->Dim(query, 3), c->Dim(key, 3), &unused));
+      TF_RETURN_IF_ERROR(c->Merge(c->Dim(key, 1), c->Dim(value, 1), &unused));
+      TF_RETURN_IF_ERROR(c->Merge(c->Dim(key, 2), c->Dim(value, 2), &unused));
+      c->set_output(
+          0, c->MakeShape({c->Dim(query, 0), c->Dim(query, 1), c->Dim(query, 2), c->Dim(value, 3)}));
+      c->set_output(1, c->MakeShape({c->Dim(query, 0), c->Dim(query, 2), c->Dim(query, 1)}));
+      return absl::OkStatus();
+    });
+TF_OPS_BIND("TfOps>DotProductAttention", DotProductAttention);
+
+REGISTER_OP("TfOps>DotProductAttentionGrad")
+    .Input("doutput: T")
+    .Input("dlse: float")
+    .Input("query: T")
+    .Input("key: T")
+    .Input("value: T")
+    .Input("bias: T")
+    .Input("mask: bool")
+    .Input("query_seq_lengths: int32")
+    .Input("key_value_seq_lengths: int32")
+    .Input("output: T")
+    .Input("lse: float")
+    .Attr("scale: float")
+    .Attr("soft_cap: float = 0.0")
+    .Attr("is_causal: bool = false")
+    .Attr("bottom_right: bool = false")
+    .Output("dquery: T")
+    .Output("dkey: T")
+    .Output("dvalue: T")
+    .Attr("T: {float, half, bfloat16}")
+    .SetShapeFn([](InferenceContext* c) {
+      for (int i = 0; i < 3; ++i) {
+        ShapeHandle shape;
+        TF_RETURN_IF_ERROR(c->WithRank(c->input(2 + i), 4, &shape));
+        c->set_output(i, shape);
+      }
+      return absl::OkStatus();
+    });
+TF_OPS_BIND("TfOps>DotProductAttentionGrad", DotProductAttentionGrad,
+            Workspace(DotProductAttentionGradCpuWorkspace, DotProductAttentionGradGpuWorkspace));
+
+REGISTER_OP("TfOps>DotProductAttentionBiasGrad")
+    .Input("doutput: T")
+    .Input("dlse: float")
+    .Input("query: T")
+    .Input("key: T")
+    .Input("value: T")
+    .Input("bias: T")
+    .Input("mask: bool")
+    .Input("query_seq_lengths: int32")
+    .Input("key_value_seq_lengths: int32")
+    .Input("output: T")
+    .Input("lse: float")
+    .Attr("scale: float")
+    .Attr("soft_cap: float = 0.0")
+    .Attr("is_causal: bool = false")
+    .Attr("bottom_right: bool = false")
+    .Output("dbias: T")
+    .Attr("T: {float, half, bfloat16}")
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle bias;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(5), 4, &bias));
+      c->set_output(0, bias);
+      return absl::OkStatus();
+    });
+TF_OPS_BIND(
+    "TfOps>DotProductAttentionBiasGrad", DotProductAttentionBiasGrad,
+    Workspace(DotProductAttentionBiasGradCpuWorkspace, DotProductAttentionBiasGradGpuWorkspace));
+
+}  // namespace tf_ops

@@ -1,0 +1,122 @@
+// Vectors of floats for one instruction set: GCC's vector types, so that + - * / and
+// comparisons are written as such, and what those lack. No include guard and no namespace:
+// foreach_isa.h includes it once per instruction set, inside that set's namespace.
+// `Floats` holds kLanes floats. Multiply-adds are fused where the machine can.
+
+constexpr int kLanes = TF_OPS_ISA == 3 ? 16 : TF_OPS_ISA == 2 ? 8 : 4;
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UInts __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t UShorts __attribute__((vector_size(2 * kLanes)));
+
+#define TF_OPS_INLINE inline __attribute__((always_inline))
+
+TF_OPS_INLINE Floats Set(float x) { return x - Floats{}; }
+
+// kLanes elements from p, unaligned, widened to float.
+TF_OPS_INLINE Floats Load(const float* p) {
+  Floats v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+TF_OPS_INLINE Floats Load(const bf16* p) {
+  UShorts v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return (Floats)(__builtin_convertvector(v, UInts) << 16);
+}
+TF_OPS_INLINE Floats Load(const half* p) {
+#if TF_OPS_ISA == 3
+  return (Floats)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p));
+#elif TF_OPS_ISA == 2
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  Floats v;
+  for (int i = 0; i < kLanes; ++i) v[i] = float(p[i]);
+  return v;
+#endif
+}
+
+// kLanes elements to p, unaligned, rounded to nearest even.
+TF_OPS_INLINE void Store(float* p, Floats v) { __builtin_memcpy(p, &v, sizeof v); }
+TF_OPS_INLINE void Store(bf16* p, Floats v) {
+  const UInts u = (UInts)v;
+  const UInts rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+  const UInts bits = v == v ? rounded : UInts{} + 0x7fc0;
+  const UShorts narrow = __builtin_convertvector(bits, UShorts);
+  __builtin_memcpy(p, &narrow, sizeof narrow);
+}
+TF_OPS_INLINE void Store(half* p, Floats v) {
+#if TF_OPS_ISA == 3
+  _mm256_storeu_si256((__m256i*)p, _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif TF_OPS_ISA == 2
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = half(v[i]);
+#endif
+}
+
+// The first n < kLanes elements; the other lanes read as `fill` and are not written.
+template <typename T>
+TF_OPS_INLINE Floats LoadPartial(const T* p, int n, float fill = 0.0f) {
+  T lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = T(fill);
+  __builtin_memcpy(lanes, p, n * sizeof(T));
+  return Load(lanes);
+}
+template <typename T>
+TF_OPS_INLINE void StorePartial(T* p, Floats v, int n) {
+  T lanes[kLanes];
+  Store(lanes, v);
+  __builtin_memcpy(p, lanes, n * sizeof(T));
+}
+
+// As the float instructions do it: b where either is NaN.
+TF_OPS_INLINE Floats Max(Floats a, Floats b) { return a > b ? a : b; }
+TF_OPS_INLINE Floats Min(Floats a, Floats b) { return a < b ? a : b; }
+
+// Adds, or takes the largest of, the lanes, in a fixed order.
+TF_OPS_INLINE float ReduceSum(Floats v) {
+  float lanes[kLanes];
+  Store(lanes, v);
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) lanes[i] += lanes[i + n];
+  }
+  return lanes[0];
+}
+TF_OPS_INLINE float ReduceMax(Floats v) {
+  float lanes[kLanes];
+  Store(lanes, v);
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) lanes[i] = lanes[i] > lanes[i + n] ? lanes[i] : lanes[i + n];
+  }
+  return lanes[0];
+}
+
+// exp(x) to 2 ulp for x <= 88, 0 below the normal numbers (-inf included), NaN for NaN: 2^n
+// times a polynomial in the rest; n is rounded by adding 1.5 * 2^23.
+TF_OPS_INLINE Floats Exp(Floats x) {
+  const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const Floats scale = (Floats)(((UInts)shifted + 127) << 23);
+  const Floats y = (p * (r * r) + r + 1.0f) * scale;
+  return x < -87.3f ? Floats{} : y;
+}
+
+// tanh(x) to a few ulp: an odd rational function near 0 would lose nothing to cancellation;
+// here 1 - 2 / (exp(2|x|) + 1) away from 0 and the Taylor series below 0.25.
+TF_OPS_INLINE Floats Tanh(Floats x) {
+  const Floats a = x < 0.0f ? -x : x, a2 = x * x;
+  const Floats far = 1.0f - 2.0f / (Exp(2.0f * Min(a, Set(20.0f))) + 1.0f);
+  Floats p = a2 * (62.0f / 2835) - 17.0f / 315;
+  p = p * a2 + 2.0f / 15;
+  p = p * a2 - 1.0f / 3;
+  const Floats near = a + a * (a2 * p);
+  const Floats y = a < 0.25f ? near : far;
+  const Floats signed_y = x < 0.0f ? -y : y;
+  return x == x ? signed_y : x;
+}
