@@ -11,7 +11,10 @@ from tensorflow.python.framework import kernels, ops
 from tf_ops import _library
 from tf_ops._version import __version__
 
-DEVICES = ["CPU", "GPU", "XLA_CPU_JIT", "XLA_GPU_JIT"]
+
+def kernels_of(op):
+    """The device types that `op` has kernels for; those of XLA show once XLA was used."""
+    return {kernel.device_type for kernel in kernels.get_registered_kernels_for_op(op).kernel}
 
 
 def describe_gpus(cuda):
@@ -39,18 +42,19 @@ def info():
     print(f"tf_ops      {__version__}, {_library.PATH}")
     print(f"TensorFlow  {tf.__version__}, built for {built['tensorflow']}")
     print(f"CPU         {_library.instruction_set()}")
-    archs = built["archs"].replace(",", ", ")
-    print(f"CUDA        {built['cuda'] + ' for ' + archs if built['cuda'] else 'not in this build'}")
+    cuda = f"{built['cuda']} for {built['archs']}" if built["cuda"] else "not in this build"
+    print(f"CUDA        {cuda}")
     for i, line in enumerate(describe_gpus(built["cuda"])):
         print(f"{'' if i else 'GPU':12}{line}")
 
-    tf.function(lambda x: x + 1, jit_compile=True)(0.0)  # XLA makes its kernels at its first use
-    print(f"\n{'op':42}{'CPU':>7}{'GPU':>7}{'XLA CPU':>9}{'XLA GPU':>9}{'gradient':>10}")
-    for name in _library.op_names():
-        served = {k.device_type for k in kernels.get_registered_kernels_for_op(name).kernel}
-        cells = ["yes" if device in served else "-" for device in DEVICES]
-        cells.append("yes" if name in ops.gradient_registry.list() else "-")
-        print(f"{name:42}{cells[0]:>7}{cells[1]:>7}{cells[2]:>9}{cells[3]:>9}{cells[4]:>10}")
+    tf.function(lambda x: x + 1, jit_compile=True)(0.0)
+    # A TensorFlow for the CPU only knows no XLA for GPUs.
+    devices = [d for d in ["CPU", "GPU", "XLA_CPU_JIT", "XLA_GPU_JIT"] if d in kernels_of("AddV2")]
+    print(f"\n{'op':42}", *(f"{column:12}" for column in [*devices, "gradient"]))
+    for op in _library.op_names():
+        served = [device in kernels_of(op) for device in devices]
+        served.append(op in ops.gradient_registry.list())
+        print(f"{op:42}", *(f"{'yes' if yes else '-':12}" for yes in served))
 
 
 if __name__ == "__main__":
