@@ -76,10 +76,8 @@ def test_missing_symbol(doctored):
 
 
 def test_damaged_library(doctored):
-    path = doctored()
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
     with pytest.raises(ImportError, match="cannot be loaded"):
-        _library.load(path)
+        _library.load(doctored(b"\x7fELF", b"\x7fELG"))
 
 
 # Registered with XLA twice, an op aborts the process; with the kernel registry, it cannot run.
