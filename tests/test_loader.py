@@ -8,6 +8,7 @@ import sys
 import pytest
 import tensorflow as tf
 
+import tf_ops
 from tf_ops import _library
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -135,7 +136,7 @@ def test_info():
         [sys.executable, "-m", "tf_ops", "info"], check=True, cwd=ROOT, capture_output=True
     )
     lines = result.stdout.decode().splitlines()
-    for op in _library.op_names():
+    for op in tf_ops.list_ops():
         [line] = [line for line in lines if line.startswith(op + " ")]
         assert line.split()[1] == "yes"
     assert f"TensorFlow  {tf.__version__}, built for {tf.__version__}" in lines

@@ -8,8 +8,8 @@ import re
 import tensorflow as tf
 from tensorflow.python.framework import kernels, ops
 
+import tf_ops
 from tf_ops import _library
-from tf_ops._version import __version__
 
 
 def kernels_of(op):
@@ -39,7 +39,7 @@ def describe_gpus(cuda):
 def info():
     """Prints versions, devices, and for each op what serves it."""
     built = _library.build_info()
-    print(f"tf_ops      {__version__}, {_library.PATH}")
+    print(f"tf_ops      {tf_ops.__version__}, {_library.PATH}")
     print(f"TensorFlow  {tf.__version__}, built for {built['tensorflow']}")
     print(f"CPU         {_library.instruction_set()}")
     cuda = f"{built['cuda']} for {built['archs']}" if built["cuda"] else "not in this build"
@@ -51,7 +51,7 @@ def info():
     # A TensorFlow for the CPU only knows no XLA for GPUs.
     devices = [d for d in ["CPU", "GPU", "XLA_CPU_JIT", "XLA_GPU_JIT"] if d in kernels_of("AddV2")]
     print(f"\n{'op':42}", *(f"{column:12}" for column in [*devices, "gradient"]))
-    for op in _library.op_names():
+    for op in tf_ops.list_ops():
         served = [device in kernels_of(op) for device in devices]
         served.append(op in ops.gradient_registry.list())
         print(f"{op:42}", *(f"{'yes' if yes else '-':12}" for yes in served))
