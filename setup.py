@@ -3,6 +3,7 @@
 
 import pathlib
 import re
+import tempfile
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -24,8 +25,11 @@ library = pathlib.Path(__file__).with_name("tf_ops") / "_tf_ops.so"
 if not library.exists():
     raise SystemExit("tf_ops/_tf_ops.so has not been built: run `make wheel`")
 minor = re.search(rb"tf_ops_build tensorflow=(\d+\.\d+)", library.read_bytes())[1].decode()
-setup(
-    distclass=BinaryDistribution,
-    cmdclass={"bdist_wheel": AnyPython},
-    install_requires=[f"tensorflow=={minor}.*"],
-)
+# build/ is the Makefile's, and what setuptools once left there would go into every later wheel.
+with tempfile.TemporaryDirectory() as folder:
+    setup(
+        distclass=BinaryDistribution,
+        cmdclass={"bdist_wheel": AnyPython},
+        install_requires=[f"tensorflow=={minor}.*"],
+        options={"build": {"build_base": folder}},
+    )
