@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scaled dot-product attention with an online softmax; the scores are never in memory.
 //
 //   s_ij = cap(scale q_i . k_j) + bias_ij,   cap(x) = c tanh(x / c), or x where soft_cap is 0

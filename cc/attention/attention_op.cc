@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cc/attention/attention.h"
 #include "cc/common/op.h"
 #include "tensorflow/core/framework/op.h"

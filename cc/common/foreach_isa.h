@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Includes TF_OPS_SIMD_FILE once per instruction set, each time in a namespace of its own:
 //
 //   #define TF_OPS_SIMD_FILE "cc/softmax/softmax_simd.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vectors of floats for one instruction set: GCC's vector types, so that + - * / and
 // comparisons are written as such, and what those lack. No include guard and no namespace:
 // foreach_isa.h includes it once per instruction set, inside that set's namespace.
