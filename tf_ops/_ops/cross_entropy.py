@@ -100,7 +100,9 @@ def _attributes(ignore_class, label_smoothing, z_loss, logits_soft_cap):
         try:
             attributes["ignore_class"] = operator.index(ignore_class)
         except TypeError:
-            raise ValueError(f"ignore_class must be None or an int; it is {ignore_class!r}")
+            attributes["ignore_class"] = None
+        if attributes["ignore_class"] not in range(-(2**63), 2**63):
+            raise ValueError(f"ignore_class must be None or an int64; it is {ignore_class!r}")
         attributes["has_ignore_class"] = True
     return attributes
 
