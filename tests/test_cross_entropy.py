@@ -427,5 +427,5 @@ def test_rejected(mode):
         check_rejected(fn, [labels, tf.zeros([2, 0])], "at least one class", mode)
         check_rejected(fn, [labels, tf.constant(1.0)], "rank", mode)
     check_rejected(
-        fn, [tf.zeros([1] * 9, tf.int32), tf.zeros([1] * 10)], "rank 10 is above the limit", mode
+        fn, [tf.zeros([1] * 9, tf.int32), tf.zeros([1] * 10)], "is above the limit of 8", mode
     )

@@ -97,12 +97,9 @@ def _attributes(ignore_class, label_smoothing, z_loss, logits_soft_cap):
     if logits_soft_cap is not None:
         attributes["soft_cap"] = _number("logits_soft_cap", logits_soft_cap, 1e-30, 1e30)
     if ignore_class is not None:
-        try:
-            attributes["ignore_class"] = operator.index(ignore_class)
-        except TypeError:
-            attributes["ignore_class"] = None
-        if attributes["ignore_class"] not in range(-(2**63), 2**63):
+        if not hasattr(ignore_class, "__index__") or not -(2**63) <= ignore_class < 2**63:
             raise ValueError(f"ignore_class must be None or an int64; it is {ignore_class!r}")
+        attributes["ignore_class"] = operator.index(ignore_class)
         attributes["has_ignore_class"] = True
     return attributes
 
