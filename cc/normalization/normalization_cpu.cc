@@ -56,15 +56,15 @@ Status NormalizeGrad(Cpu cpu, const NormalizationProblem& p) {
     const int64_t rows_per_group = p.rows / p.groups;
     const int64_t cost = 4 * p.cols * (sums ? p.rows / std::max<int64_t>(parts, 1) : 1);
     cpu.ParallelFor(items, cost, [&](int64_t begin, int64_t end) {
-      if (!sums) return TF_OPS_SIMD(NormalizationGradRows<T, W, kMean>)(p, begin, end, dscale, dbeta);
+      const auto rows = TF_OPS_SIMD(NormalizationGradRows<T, W, kMean>);
+      if (!sums) return rows(p, begin, end, nullptr, nullptr);
       for (int64_t part = begin; part < end; ++part) {
         float* const part_dscale = dscale ? dscale + part * size : nullptr;
         float* const part_dbeta = dbeta ? dbeta + part * size : nullptr;
         if (part_dscale) std::fill_n(part_dscale, size, 0.0f);
         if (part_dbeta) std::fill_n(part_dbeta, size, 0.0f);
-        TF_OPS_SIMD(NormalizationGradRows<T, W, kMean>)(
-            p, rows_per_group * part / parts * p.groups,
-            rows_per_group * (part + 1) / parts * p.groups, part_dscale, part_dbeta);
+        rows(p, rows_per_group * part / parts * p.groups,
+             rows_per_group * (part + 1) / parts * p.groups, part_dscale, part_dbeta);
       }
     });
     cpu.ParallelFor(sums ? size : 0, std::max<int64_t>(parts, 1), [&](int64_t begin, int64_t end) {
