@@ -11,7 +11,7 @@ from tf_ops._library import library
 from tf_ops._operation import operation
 
 _DTYPES = (tf.float32, tf.float16, tf.bfloat16)
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 _ATTRIBUTES = ("scale", "soft_cap", "is_causal", "bottom_right")
 
 
@@ -146,8 +146,8 @@ def _operands(**tensors):
             "the first must be a multiple of the second"
         )
     for name, dim in (("head_dim", q[3]), ("value_dim", v[3])):
-        if dim is not None and dim > _MAX_HEAD_DIM:
-            raise _error(f"{name} is {dim}; the limit is {_MAX_HEAD_DIM}")
+        if dim is not None and dim > MAX_HEAD_DIM:
+            raise _error(f"{name} is {dim}; the limit is {MAX_HEAD_DIM}")
     return query, key, value
 
 
