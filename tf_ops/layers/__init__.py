@@ -9,6 +9,6 @@ if keras.backend.backend() != "tensorflow":
         "set KERAS_BACKEND=tensorflow"
     )
 
-from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention  # noqa: E402
+from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention
 
 __all__ = ["GroupQueryAttention", "MultiHeadAttention"]
