@@ -10,5 +10,11 @@ if keras.backend.backend() != "tensorflow":
     )
 
 from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention
+from tf_ops.layers.normalization import LayerNormalization, RMSNormalization
 
-__all__ = ["GroupQueryAttention", "MultiHeadAttention"]
+__all__ = [
+    "GroupQueryAttention",
+    "LayerNormalization",
+    "MultiHeadAttention",
+    "RMSNormalization",
+]
