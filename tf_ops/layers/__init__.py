@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras layers: the stock ones of the same name over the kernels of this package."""
+
+import keras
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        f"tf_ops.layers needs Keras on TensorFlow, and its backend is {keras.backend.backend()}: "
+        "set KERAS_BACKEND=tensorflow"
+    )
+
+from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention  # noqa: E402
+
+__all__ = ["GroupQueryAttention", "MultiHeadAttention"]
