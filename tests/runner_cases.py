@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases of runner.py: every kernel, tails and odd features, small enough for racecheck."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+
+ABSENT = np.zeros(0, np.float32)
+FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+
+def compare(kernels, gpu, repeat, op, inputs, attributes, outputs):
+    """Runs `op` on both devices; returns the CPU's outputs and what is wrong with the GPU's."""
+    make = lambda: [np.empty(shape, dtype) for shape, dtype in outputs]
+    expected = make()
+    kernels(op, inputs, attributes, expected)
+    problem = ""
+    for i, array in enumerate(expected):
+        if np.isnan(array.astype(np.float32)).any():
+            problem += f" CPU output {i} has NaN"
+    if gpu is None:
+        return expected, problem
+    actual = make()
+    kernels(op, inputs, attributes, actual, gpu, repeat)
+    for i, (a, e) in enumerate(zip(actual, expected)):
+        a, e = a.astype(np.float64), e.astype(np.float64)
+        infinite = ~np.isfinite(e)
+        if not np.array_equal(a[infinite], e[infinite]):
+            problem += f" output {i} is not finite where the CPU's is, or the reverse"
+        finite = ~infinite
+        scale = np.abs(e[finite]).max(initial=1e-30)
+        error = np.abs(a[finite] - e[finite]).max(initial=0) / scale
+        # A wrong kernel is off by far more; the test-suite holds the exact rule.
+        allowed = 4 * float(ml_dtypes.finfo(expected[i].dtype).eps)
+        allowed = max(allowed, 1e-4 if outputs[0][1] == np.float32 else 3e-2)
+        if not error <= allowed:
+            problem += f" output {i} is off by {error:.1e} of its largest entry"
+    return expected, problem
+
+
+def attention_case(dtype, batch=2, seq_q=70, seq_k=90, heads=4, kv_heads=2, head_dim=64,
+                   value_dim=None, bias=None, mask=None, lengths=False, soft_cap=0.0,
+                   is_causal=False, bottom_right=False, lse_gradient=False):
+    """Forward and gradients of one attention; bias and mask are shapes."""
+    value_dim = head_dim if value_dim is None else value_dim
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        normal = lambda *shape: rng.standard_normal(shape).astype(dtype)
+        query = normal(batch, seq_q, heads, head_dim)
+        key = normal(batch, seq_k, kv_heads, head_dim)
+        value = normal(batch, seq_k, kv_heads, value_dim)
+        output, lse = (batch, seq_q, heads, value_dim), (batch, heads, seq_q)
+        absent = ABSENT.astype(dtype)
+        options = [
+            normal(*bias) if bias else absent,
+            rng.random(mask) < 0.7 if mask else ABSENT.astype(bool),
+            rng.integers(0, seq_q + 1, batch, np.int32) if lengths else ABSENT.astype(np.int32),
+            rng.integers(0, seq_k + 1, batch, np.int32) if lengths else ABSENT.astype(np.int32),
+        ]
+        attributes = [max(head_dim, 1) ** -0.5, soft_cap, is_causal, bottom_right]
+        inputs = [query, key, value, *options]
+        outputs = [(output, dtype), (lse, np.float32)]
+        results, problem = compare(
+            kernels, gpu, repeat, "TfOps>DotProductAttention", inputs, attributes, outputs
+        )
+        dlse = rng.standard_normal(lse).astype(np.float32) if lse_gradient else ABSENT
+        inputs = [normal(*output), dlse, *inputs, *results]
+        outputs = [(x.shape, dtype) for x in (query, key, value)]
+        problem += compare(
+            kernels, gpu, repeat, "TfOps>DotProductAttentionGrad", inputs, attributes, outputs
+        )[1]
+        if bias:
+            problem += compare(
+                kernels, gpu, repeat, "TfOps>DotProductAttentionBiasGrad", inputs, attributes,
+                [(bias, dtype)]
+            )[1]
+        return problem
+
+    return run
+
+
+def attention_cases():
+    everything = dict(bias=(2, 1, 70, 90), mask=(1, 4, 70, 90), lengths=True, soft_cap=5.0,
+                      is_causal=True, bottom_right=True, lse_gradient=True)
+    for (name, dtype), dim in itertools.product(FLOATS.items(), (64, 128, 256, 40, 59)):
+        yield f"attention/{name}/d{dim}", attention_case(dtype, head_dim=dim)
+        yield f"attention/{name}/d{dim}/causal", attention_case(
+            dtype, seq_q=130, seq_k=130, head_dim=dim, is_causal=True)
+        yield f"attention/{name}/d{dim}/everything", attention_case(
+            dtype, head_dim=dim, **everything)
+    for name, dtype in FLOATS.items():
+        yield f"attention/{name}/values_wider", attention_case(dtype, head_dim=33, value_dim=72)
+        yield f"attention/{name}/one", attention_case(
+            dtype, batch=1, seq_q=1, seq_k=1, heads=1, kv_heads=1, head_dim=1)
+        yield f"attention/{name}/no_key", attention_case(dtype, seq_k=0)
+        yield f"attention/{name}/no_query", attention_case(dtype, seq_q=0)
+        yield f"attention/{name}/tall", attention_case(dtype, seq_q=239, seq_k=1, is_causal=True)
+        yield f"attention/{name}/long", attention_case(
+            dtype, seq_q=1, seq_k=239, is_causal=True, bottom_right=True)
+        for shape in ((1, 1, 1, 1), (2, 1, 1, 90), (1, 4, 70, 1), (2, 4, 70, 90)):
+            yield f"attention/{name}/bias{list(shape)}", attention_case(
+                dtype, bias=shape, is_causal=True)
+
+
+def cases():
+    yield from attention_cases()
