@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  TensorFlow reads its environment when it is imported.
 """Trains a language model on tf_ops and on stock Keras, then serves it without Python.
 
 The model is a byte-level decoder-only Transformer: RMS normalization, rotary position embedding,
-grouped-query attention, a gated MLP. Both halves run this file's code, start from the same weights
-and see the same batches; they differ in attention function, normalization layer and loss.
+grouped-query attention, a gated MLP. Both halves run the code of this file, start from the same
+weights and see the same batches; they differ in what PARTS says.
 
     python examples/train_and_serve.py                # on the Python standard library's sources
     python examples/train_and_serve.py --text my.txt --steps 400 --policy mixed_bfloat16
@@ -11,7 +12,6 @@ and see the same batches; they differ in attention function, normalization layer
 
 import argparse
 import json
-import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
@@ -21,62 +21,62 @@ import sys
 import sysconfig
 import time
 
-# TensorFlow reads these when it is imported. Two trainings share the GPU; no start-up chatter.
-os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # two processes share the GPU
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # from a checkout, whether tf_ops is installed or not
+sys.path.insert(0, str(ROOT))
 
 import keras
 import numpy as np
 import tensorflow as tf
+from report import report
 from tensorflow.core.protobuf import saved_model_pb2
 
 import tf_ops
 
-# All that differs between the two models: normalization layer, attention function, loss.
 OURS, STOCK = "tf_ops", "stock Keras"
 PARTS = {
-    OURS: (
-        tf_ops.layers.RMSNormalization,
-        tf_ops.dot_product_attention,
-        tf_ops.losses.SparseSoftmaxCrossEntropy(),
-    ),
-    STOCK: (
-        keras.layers.RMSNormalization,
-        keras.ops.dot_product_attention,
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    ),
+    OURS: {
+        "normalization": tf_ops.layers.RMSNormalization,
+        "attention": tf_ops.dot_product_attention,
+        "loss": tf_ops.losses.SparseSoftmaxCrossEntropy(),
+    },
+    STOCK: {
+        "normalization": keras.layers.RMSNormalization,
+        "attention": keras.ops.dot_product_attention,
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    },
 }
-TURNS = 10  # the two trainings take turns, so that a busy machine slows both
 PRESETS = {
     "cpu": {"policy": "float32", "layers": 4, "d_model": 128, "heads": 4, "kv_heads": 2,
             "seq": 512, "batch": 8, "steps": 200, "learning_rate": 6e-3},
     "gpu": {"policy": "mixed_bfloat16", "layers": 8, "d_model": 1024, "heads": 16, "kv_heads": 4,
             "seq": 2048, "batch": 8, "steps": 200, "learning_rate": 1e-3},
 }  # fmt: skip
+LINE = "-" * 80
+TURNS = 10  # the two trainings take turns, so that a busy machine slows both alike
 
 
 # ---- Data ----------------------------------------------------------------------------------------
 
 
 def read_text(path, seq):
-    """The bytes of a file, or of all Python sources under a folder; uint8 [length]."""
+    """The bytes of a file, or of the Python sources under a folder; uint8 [length]."""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    files = [file for file in files if not {"site-packages", "dist-packages"} & set(file.parts)]
+    files = [f for f in files if not {"site-packages", "dist-packages", "test"} & set(f.parts)]
     try:
         text = np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
     except OSError as error:
         sys.exit(f"--text {path}: {error.strerror}")
     if len(text) < 10 * seq:
-        sys.exit(f"--text {path}: {len(text)} bytes of text, {10 * seq} are needed")
+        sys.exit(f"--text {path}: {len(text)} bytes of text; {10 * seq} are needed")
     return text
 
 
 def make_batches(text, args):
     """A dataset of `steps` pairs (bytes, next bytes), int32 [batch, seq], drawn with the seed."""
-    shape = (args.steps, args.batch, 1)
-    starts = np.random.default_rng(args.seed).integers(len(text) - args.seq, size=shape)
+    random = np.random.default_rng(args.seed)
+    starts = random.integers(len(text) - args.seq, size=(args.steps, args.batch, 1))
     windows = text[starts + np.arange(args.seq + 1)].astype("int32")
     return tf.data.Dataset.from_tensor_slices((windows[..., :-1], windows[..., 1:])).prefetch(2)
 
@@ -95,13 +95,13 @@ def rotate(x):
 
 
 class DecoderBlock(keras.layers.Layer):
-    """x += attention(norm(x)), then x += mlp(norm(x)).
+    """x += attention(norm(x)), then x += mlp(norm(x)), for x [batch, seq, d_model].
 
     Args:
-        d_model: width of x [batch, seq, d_model].
-        heads, kv_heads: heads of the queries, and of the keys and values that they share.
+        d_model: int, width of x.
+        heads, kv_heads: int, heads of the queries, and of the keys and values they share.
         normalization: class of the normalization layers.
-        attention: function like keras.ops.dot_product_attention.
+        attention: function that is called like keras.ops.dot_product_attention.
     """
 
     def __init__(self, d_model, heads, kv_heads, normalization, attention, **kwargs):
@@ -114,8 +114,9 @@ class DecoderBlock(keras.layers.Layer):
         self.attention_norm, self.mlp_norm = normalization(), normalization()
         self.query = dense(heads * self.head_dim)
         self.key, self.value = dense(kv_heads * self.head_dim), dense(kv_heads * self.head_dim)
-        self.out = dense(d_model)
-        self.gate, self.up, self.down = dense(3 * d_model, "silu"), dense(3 * d_model), dense(d_model)
+        self.output_projection = dense(d_model)
+        self.gate, self.up = dense(3 * d_model, "silu"), dense(3 * d_model)
+        self.down = dense(d_model)
 
     def call(self, x):
         batch, seq = tf.shape(x)[0], tf.shape(x)[1]
@@ -125,17 +126,17 @@ class DecoderBlock(keras.layers.Layer):
             for dense in (self.query, self.key, self.value)
         )
         y = self.attention(rotate(query), rotate(key), value, is_causal=True)
-        x += self.out(tf.reshape(y, [batch, seq, self.query.units]))
+        x += self.output_projection(tf.reshape(y, [batch, seq, self.query.units]))
         y = self.mlp_norm(x)
         return x + self.down(self.gate(y) * self.up(y))
 
 
 def make_model(kind, args):
     """The model: bytes [batch, seq] to logits [batch, seq, 256]."""
-    normalization, attention, _ = PARTS[kind]
+    normalization, attention = PARTS[kind]["normalization"], PARTS[kind]["attention"]
     keras.config.set_dtype_policy(args.policy)
     inputs = keras.Input([None], dtype="int32", name="bytes")
-    x = keras.layers.Embedding(256, args.d_model, keras.initializers.RandomNormal(stddev=1.0))(inputs)
+    x = keras.layers.Embedding(256, args.d_model, keras.initializers.RandomNormal(stddev=1))(inputs)
     for _ in range(args.layers):
         x = DecoderBlock(args.d_model, args.heads, args.kv_heads, normalization, attention)(x)
     logits = keras.layers.Dense(256, use_bias=False, dtype="float32")(normalization()(x))
@@ -174,12 +175,12 @@ class Turns(keras.callbacks.Callback):
 
 def memory(field):
     """VmRSS, the resident set of this process, or VmHWM, its peak so far; bytes."""
-    kilobytes = pathlib.Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]
-    return 1024 * int(kilobytes)
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(field + ":")[1].split()[0])
 
 
 def train(kind, args, mine, theirs):
-    """Trains one model in this process; writes its weights and <kind>.json."""
+    """Trains one model in this process; leaves its weights and what was measured in --out."""
     before = memory("VmRSS")
     model = make_model(kind, args)
     model.load_weights(args.out / "initial.weights.h5")
@@ -187,23 +188,23 @@ def train(kind, args, mine, theirs):
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, args.steps - warmup, alpha=0.1, warmup_target=args.learning_rate, warmup_steps=warmup
     )
-    model.compile(keras.optimizers.Adam(rate, beta_2=0.95, clipnorm=1.0), loss=PARTS[kind][-1])
-    batches = make_batches(read_text(args.text, args.seq), args)
+    optimizer = keras.optimizers.Adam(rate, beta_2=0.95, clipnorm=1.0)
+    model.compile(optimizer, PARTS[kind]["loss"])
     turns = Turns(kind, mine, theirs)
-    model.fit(batches, epochs=TURNS, steps_per_epoch=args.steps // TURNS, callbacks=[turns],
+    batches = make_batches(read_text(args.text, args.seq), args)
+    steps = args.steps // TURNS
+    model.fit(batches, epochs=TURNS, steps_per_epoch=steps, callbacks=[turns],
               verbose=0, shuffle=False)  # fmt: skip
     model.save_weights(args.out / f"{kind}.weights.h5")
+    peak = memory("VmHWM") - before
     if args.gpu:
         peak = tf.config.experimental.get_memory_info("GPU:0")["peak"]
-    else:
-        peak = memory("VmHWM") - before
     result = {"losses": turns.losses, "seconds": turns.seconds, "peak_bytes": peak}
-    result["jit_compile"] = model.jit_compile
-    (args.out / f"{kind}.json").write_text(json.dumps(result))
+    (args.out / f"{kind}.json").write_text(json.dumps(result | {"jit": model.jit_compile}))
 
 
 def train_in_turns(args):
-    """Trains both models, each in a process of its own: one's peak of memory is not the other's."""
+    """Trains both models, each in a process of its own, so that its peak of memory is its own."""
     spawn = multiprocessing.get_context("spawn")
     first, second = spawn.Semaphore(1), spawn.Semaphore(0)
     processes = [
@@ -216,7 +217,7 @@ def train_in_turns(args):
         multiprocessing.connection.wait(running)
         if any(process.exitcode for process in processes):
             sys.exit("A training process failed; see above.")
-    return {kind: json.loads((args.out / f"{kind}.json").read_text()) for kind in (OURS, STOCK)}
+    return {kind: json.loads((args.out / f"{kind}.json").read_text()) for kind in PARTS}
 
 
 # ---- Serve ---------------------------------------------------------------------------------------
@@ -229,18 +230,22 @@ model.serve(prompt[None]).numpy().tofile(sys.argv[3])
 """
 
 
-def find_compiler():
-    names = os.environ.get("CC", "cc"), "gcc", "clang", "g++"
-    return next((path for path in map(shutil.which, names) if path), None)
+def run(what, *command):
+    """The output of a command; exits with its errors if it fails."""
+    done = subprocess.run(command, capture_output=True)
+    if done.returncode:
+        sys.exit(f"{what} failed:\n{done.stderr.decode(errors='replace')}")
+    return done.stdout.decode(errors="replace")
 
 
-def compile_server(compiler, server):
+def compile_server(compiler, out):
     """Builds serve.c against the C API in the TensorFlow wheel."""
     folder = os.path.dirname(tf.__file__)
     libraries = [f"-l:libtensorflow_{name}.so.2" for name in ("cc", "framework")]
     source = pathlib.Path(__file__).with_name("serve.c")
-    subprocess.run([compiler, "-O2", source, "-o", server, f"-I{folder}/include", f"-L{folder}",
-                    *libraries, "-lm", f"-Wl,-rpath,{folder}"], check=True)  # fmt: skip
+    run("Compiling serve.c", compiler, "-O2", source, "-o", out / "serve", f"-I{folder}/include",
+        f"-L{folder}", *libraries, "-lm", f"-Wl,-rpath,{folder}")  # fmt: skip
+    return out / "serve"
 
 
 def tensor_names(saved_model):
@@ -253,104 +258,66 @@ def tensor_names(saved_model):
 def check_logits(what, logits, expected, args):
     """Exits unless the logits [..., 256] are the expected ones, and their argmax too."""
     scale, difference = np.abs(expected).max(), np.abs(logits - expected).max()
-    limit = scale * (1e-4 if args.policy == "float32" else 3e-2)
+    exact = 1e-3 if args.gpu else 1e-4  # on a GPU TensorFlow multiplies float32 as TF32
+    limit = scale * (exact if args.policy == "float32" else 3e-2)
     runner_up, best = np.moveaxis(np.sort(expected)[..., -2:], -1, 0)
-    decided = best - runner_up > 2 * limit  # a tie may fall either way
-    same_choice = logits.argmax(-1) == expected.argmax(-1)
-    if not (difference <= limit and same_choice[decided].all()):
-        sys.exit(f"{what}: DIFFERENT logits, by {difference:.3g} of {scale:.3g}; allowed {limit:.3g}")
+    agree = logits.argmax(-1) == expected.argmax(-1)
+    if not (difference <= limit and agree[best - runner_up > 2 * limit].all()):  # or it is a tie
+        sys.exit(
+            f"{what}: DIFFERENT logits, by {difference:.2g} of {scale:.3g} (limit {limit:.2g})"
+        )
     print(f"{what}: same logits (largest difference {difference:.2g} of {scale:.3g})")
 
 
 def serve(model, text, compiler, args):
-    """Exports the model; runs it in a fresh Python and in C; prints text sampled in C."""
-    saved_model, prompt, logits = (args.out / x for x in ("saved_model", "prompt.txt", "logits.bin"))
+    """Exports the model; runs it in a fresh Python and in C; prints what it writes."""
+    saved_model, prompt, logits = (args.out / name for name in ("saved_model", "prompt", "logits"))
     model.export(saved_model, verbose=False)
-    text[-args.seq // 2 :].tofile(prompt)
-    expected = model(np.fromfile(prompt, np.uint8)[None].astype("int32")).numpy()
+    start = text[len(text) // 2 :][: args.seq // 2]
+    start.tofile(prompt)
+    expected = model(start[None].astype("int32")).numpy()
 
-    def run(what, *command):
+    def check(what, *command):
         logits.unlink(missing_ok=True)
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        written = run(what, *command)
         check_logits(what, np.fromfile(logits, "float32").reshape(expected.shape), expected, args)
-        return done.stdout.decode(errors="replace")
+        return written
 
     os.environ["PYTHONPATH"] = str(ROOT)
-    run("A fresh Python process", sys.executable, "-c", PYTHON_SERVER, saved_model, prompt, logits)
+    check(
+        "A fresh Python process", sys.executable, "-c", PYTHON_SERVER, saved_model, prompt, logits
+    )
     if compiler:
-        compile_server(compiler, args.out / "serve")
         library = pathlib.Path(tf_ops.__file__).with_name("_tf_ops.so")
-        sample = run("The C server, without Python", args.out / "serve", library, saved_model,
-                     *tensor_names(saved_model), prompt, logits, str(args.seq // 2))  # fmt: skip
-        print(f"\nSampled by the C server:\n{'-' * 80}\n{sample}\n{'-' * 80}")
-
-
-# ---- Report --------------------------------------------------------------------------------------
-
-
-def report(results, args):
-    """Prints the table, draws the picture; exits if the losses part."""
-    ours, stock = results[OURS], results[STOCK]
-    turn = args.steps // TURNS
-    steps = [1, *(args.steps * i // 4 for i in (1, 2, 3, 4))]
-    titles = [f"loss at {step}" for step in steps] + ["ms/step", "peak MB"]
-    print(f"\n{'':12}" + "".join(f"{title:>13}" for title in titles))
-    for kind, result in results.items():
-        result["ms"] = 1e3 * float(np.median(result["seconds"][turn:]))
-        cells = [f"{result['losses'][step - 1]:.4f}" for step in steps]
-        cells += [f"{result['ms']:.1f}", f"{result['peak_bytes'] / 1e6:.0f}"]
-        print(f"{kind:12}" + "".join(f"{cell:>13}" for cell in cells))
-    print(f"""
-Speed-up {stock["ms"] / ours["ms"]:.2f}x; peak memory {ours["peak_bytes"] / stock["peak_bytes"]:.2f}x.
-  ms/step: median after the first {turn} steps; the two trained in turns of {turn} steps, {
-    "compiled by XLA" if ours["jit_compile"] else "in graph mode"} (Keras's default here).
-  Peak memory: {"the GPU allocator's" if args.gpu else "resident set beyond that before training"
-    }, each model in a process of its own.""")
-    draw(results, args)
-    a, b = (np.array(result["losses"][9::10]) for result in (ours, stock))
-    difference, limit = np.abs(a / b - 1).max(), 0.01 if args.policy == "float32" else 0.03
-    print(f"  Losses at every tenth step differ by at most {difference:.2e} of stock's (limit {limit}).")
-    if not difference <= limit:
-        sys.exit("The losses DIFFER.")
-
-
-def draw(results, args):
-    """Writes report.png: loss by step and by time; time and memory of a step."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"  No picture without Matplotlib: {sys.executable} -m pip install matplotlib")
-        return
-    colors = {STOCK: "#e8a33d", OURS: "#1b5e9e"}
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    axes = figure.subplots(1, 4, width_ratios=(4, 4, 1.4, 1.4))
-    for kind, width in ((STOCK, 4), (OURS, 1.5)):
-        result, style = results[kind], {"color": colors[kind], "lw": width}
-        axes[0].plot(range(1, args.steps + 1), result["losses"], **style)
-        axes[1].plot(np.cumsum(result["seconds"]) - result["seconds"][0], result["losses"], **style)
-        axes[2].bar(kind, result["ms"], color=colors[kind])
-        axes[3].bar(kind, result["peak_bytes"] / 1e6, color=colors[kind])
-    figure.savefig(args.out / "report.png", dpi=150)
-    print(f"  Picture: {args.out / 'report.png'}")
+        written = check(
+            "The C server, without Python", compile_server(compiler, args.out), library,
+            saved_model, *tensor_names(saved_model), prompt, logits, str(args.seq // 2),
+        )  # fmt: skip
+        start = start[-160:].tobytes().decode(errors="replace")
+        print(f"\nThe C server was given (its end)\n{LINE}\n{start}\n{LINE}\nand wrote\n{LINE}")
+        print(f"{written}\n{LINE}")
 
 
 # ---- Main ----------------------------------------------------------------------------------------
 
 
 def parse_arguments():
-    """The flags; their defaults are the preset's, and the preset's the hardware's."""
+    """The flags; their defaults are the preset's, and the preset follows the hardware."""
     gpu = bool(tf.config.list_physical_devices("GPU"))
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--preset", choices=PRESETS, default="gpu" if gpu else "cpu")
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(None, None, __doc__.split("\n")[0], parents=[first],
-                                     formatter_class=formatter)  # fmt: skip
-    parser.add_argument("--text", type=pathlib.Path, default=sysconfig.get_path("stdlib"),
-                        help="a file, or a folder of Python sources, to train on")  # fmt: skip
-    parser.add_argument("--out", type=pathlib.Path, default="build/demo", help="folder of results")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        parents=[first],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--text", type=pathlib.Path, default=sysconfig.get_path("stdlib"),
+        help="a file, or a folder of Python sources, to train on")  # fmt: skip
+    add("--out", type=pathlib.Path, default="build/demo", help="folder of results")
+    add("--seed", type=int, default=0, help="of weights and batches")
     for name, value in PRESETS[first.parse_known_args()[0].preset].items():
-        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value, help=" ")
+        add("--" + name.replace("_", "-"), type=type(value), default=value, help="of the preset")
     args = parser.parse_args()
     if args.steps < TURNS or args.steps % TURNS:
         parser.error(f"--steps {args.steps}: takes a multiple of {TURNS}")
@@ -363,26 +330,31 @@ def parse_arguments():
 def main():
     args = parse_arguments()
     text = read_text(args.text, args.seq)
-    compiler = find_compiler()
+    compiler = next(
+        filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "g++"))), None
+    )
     if not compiler:
-        print("There is no C compiler, so no C server. To have one: sudo apt install gcc")
+        print("There is no C compiler, so no C server. For one: sudo apt-get install gcc")
     args.out.mkdir(parents=True, exist_ok=True)
 
     keras.utils.set_random_seed(args.seed)
-    models = {kind: make_model(kind, args) for kind in (STOCK, OURS)}
+    models = {kind: make_model(kind, args) for kind in PARTS}
     models[STOCK].save_weights(args.out / "initial.weights.h5")
-    print(f"{len(text) / 1e6:.1f} MB of text, {models[OURS].count_params() / 1e6:.1f} M parameters, "
-          f"{args.batch} x {args.seq} bytes a step, {args.policy}")  # fmt: skip
+    print(
+        f"{len(text) / 1e6:.1f} MB of text; {models[STOCK].count_params() / 1e6:.1f} M parameters;"
+        f" {args.batch} x {args.seq} bytes a step; {args.policy}"
+    )
     results = train_in_turns(args)
 
-    # Weights files load both ways: stock's before training, ours after it.
-    for kind in (OURS, STOCK):
-        models[kind].load_weights(args.out / f"{OURS}.weights.h5")
+    # Weights files load both ways: stock's before the training, ours after it.
+    for model in models.values():
+        model.load_weights(args.out / f"{OURS}.weights.h5")
     sample = text[None, : args.seq].astype("int32")
-    logits = [model(sample).numpy() for model in (models[OURS], models[STOCK])]
-    check_logits("\nOur trained weights in stock Keras's model", logits[1], logits[0], args)
+    logits = [models[kind](sample).numpy() for kind in (STOCK, OURS)]
+    print("\nWeights files load both ways.")
+    check_logits("Weights trained with tf_ops, in stock Keras's model", *logits, args)
     serve(models[OURS], text, compiler, args)
-    report(results, args)
+    report(results, args.steps // TURNS, args)
 
 
 if __name__ == "__main__":
