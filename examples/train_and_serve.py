@@ -291,7 +291,7 @@ def serve(model, text, compiler, args):
         library = pathlib.Path(tf_ops.__file__).with_name("_tf_ops.so")
         written = check(
             "The C server, without Python", compile_server(compiler, args.out), library,
-            saved_model, *tensor_names(saved_model), prompt, logits, str(args.seq // 2),
+            saved_model, *tensor_names(saved_model), prompt, logits, str(min(args.seq // 2, 400)),
         )  # fmt: skip
         start = start[-160:].tobytes().decode(errors="replace")
         print(f"\nThe C server was given (its end)\n{LINE}\n{start}\n{LINE}\nand wrote\n{LINE}")
