@@ -4,6 +4,8 @@
 import functools
 import sys
 
+import tensorflow as tf
+
 FUNCTIONS = {}  # The decorated functions, by name: a saved model names them.
 
 
@@ -14,6 +16,8 @@ def operation(function):
     is; Keras is never imported for it.
     """
 
+    # Nothing in it is for AutoGraph, which would take seconds to find out.
+    @tf.autograph.experimental.do_not_convert
     @functools.wraps(function)
     def call(*args, **kwargs):
         if "keras" in sys.modules and (_is_symbolic(args) or kwargs and _is_symbolic(kwargs)):

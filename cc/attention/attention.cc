@@ -1,5 +1,7 @@
 #include "cc/attention/attention.h"
 
+#include <algorithm>
+#include <cmath>
 #include <initializer_list>
 
 namespace tf_ops {
@@ -123,7 +125,7 @@ Status DescribeAttention(const TensorView& query, const TensorView& key, const T
       query_seq_lengths.present() ? query_seq_lengths.as<const int32_t>() : nullptr;
   p.key_value_seq_lengths =
       key_value_seq_lengths.present() ? key_value_seq_lengths.as<const int32_t>() : nullptr;
-  p.scale = scale;
+  p.scale = std::isnan(scale) ? 1.0f / std::sqrt(float(std::max<int64_t>(p.head_dim, 1))) : scale;
   p.soft_cap = soft_cap;
   p.is_causal = is_causal;
   p.bottom_right = bottom_right;

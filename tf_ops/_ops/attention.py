@@ -91,12 +91,12 @@ def dot_product_attention(
         raise _error(f"attn_logits_soft_cap is {attn_logits_soft_cap}; it must be None or positive")
     query, key, value = _operands(query=query, key=key, value=value)
     dtype = query.dtype
-    query, scale = _scaled(query, scale)
+    query, key, value, scale = _scaled(query, key, value, scale)
     output, lse = library.tf_ops_dot_product_attention(
         query=query,
         key=key,
         value=value,
-        bias=_broadcastable("bias", bias, dtype),
+        bias=_broadcastable("bias", bias, query.dtype),
         mask=_broadcastable("mask", mask, tf.bool),
         query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, query),
         key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, query),
@@ -105,6 +105,7 @@ def dot_product_attention(
         is_causal=bool(is_causal),
         bottom_right=causal_alignment == "bottom_right",
     )
+    output = tf.cast(output, dtype)
     return (output, lse) if return_lse else output
 
 
@@ -151,24 +152,24 @@ def _operands(**tensors):
     return query, key, value
 
 
-def _scaled(query, scale):
-    """Returns the query and the float that scales the logits.
+def _scaled(query, key, value, scale):
+    """Returns query, key, value and the float that scales the logits; NaN is the default.
 
     A scale that is known only at run time is multiplied into the query, which is where its
-    gradient comes from.
+    gradient comes from. All are taken in float32 then: a query rounded once more to 16 bits
+    would show in lse and in the gradient of the scale.
     """
     if scale is None:
-        head_dim = query.shape[3] if query.shape.rank else None
-        if head_dim is not None:
-            return query, 1.0 / math.sqrt(max(head_dim, 1))
-        scale = tf.math.rsqrt(tf.cast(tf.shape(query)[3], tf.float32))
-    elif isinstance(scale, (int, float, np.generic)):
-        return query, float(scale)
+        return query, key, value, math.nan
+    if isinstance(scale, (int, float, np.generic)):
+        if not math.isfinite(scale):
+            raise _error(f"scale is {scale}; it must be finite")
+        return query, key, value, float(scale)
     scale = tf.cast(scale, tf.float32)
     if scale.shape.rank not in (0, None):
         raise _error(f"scale is {scale.shape}; it must be a scalar")
-    scale = tf.reshape(scale, [])
-    return tf.cast(tf.cast(query, tf.float32) * scale, query.dtype), 1.0
+    query, key, value = (tf.cast(x, tf.float32) for x in (query, key, value))
+    return query * tf.reshape(scale, []), key, value, 1.0
 
 
 def _broadcastable(name, x, dtype):
@@ -224,11 +225,12 @@ def _gradient(op, doutput, dlse):
 
 def _is_zeros(x):
     """Whether a graph says so; the gradient of an lse that nobody uses is made of zeros."""
-    if tf.is_symbolic_tensor(x):
-        if x.op.type == "Fill":
-            return tf.get_static_value(x.op.inputs[1]) == 0
-        return x.op.type == "ZerosLike"
-    return False
+    if not tf.is_symbolic_tensor(x):
+        return False
+    if x.op.type in ("Const", "Fill"):
+        value = tf.get_static_value(x)
+        return value is not None and not value.any()
+    return x.op.type == "ZerosLike"
 
 
 def _composite_gradients(op, doutput, dlse, query, key, value, bias, *others):
@@ -252,7 +254,10 @@ def _composite(op, query, key, value, bias, mask, query_lengths, key_lengths):
     sees = tf.reduce_any(visible, 3, keepdims=True)
     query = tf.where(tf.transpose(sees, [0, 2, 1, 3]), query, 0)
 
-    x = tf.einsum("bihd,bjhd->bhij", query, key) * op.get_attr("scale")
+    scale = op.get_attr("scale")
+    if math.isnan(scale):
+        scale = tf.math.rsqrt(tf.cast(tf.shape(query)[3], query.dtype))
+    x = tf.einsum("bihd,bjhd->bhij", query, key) * scale
     cap = op.get_attr("soft_cap")
     if cap:
         x = cap * tf.tanh(x / cap)

@@ -9,6 +9,12 @@ if keras.backend.backend() != "tensorflow":
         "set KERAS_BACKEND=tensorflow"
     )
 
-from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention  # noqa: E402
+from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention
+from tf_ops.layers.normalization import LayerNormalization, RMSNormalization
 
-__all__ = ["GroupQueryAttention", "MultiHeadAttention"]
+__all__ = [
+    "GroupQueryAttention",
+    "LayerNormalization",
+    "MultiHeadAttention",
+    "RMSNormalization",
+]

@@ -11,38 +11,38 @@ from tf_ops.layers._dtypes import is_served
 class RMSNormalization(keras.layers.RMSNormalization):
     """`keras.layers.RMSNormalization` computed by `tf_ops.rms_normalization`.
 
-    Arguments, weights, config and numbers are those of the stock layer, which serves other
-    dtypes and several axes that are not the last ones.
+    Arguments, weights, config and numbers are those of the stock layer, whose own computation
+    serves dtypes other than float32, float16 and bfloat16.
     """
 
     def call(self, x):
-        axis = _served_axis(self.axis, len(x.shape))
-        if axis is None or not is_served(x.dtype):
+        if not is_served(x.dtype) or not _are_in_order(self.axis, len(x.shape)):
             return super().call(x)
-        return rms_normalization(x, scale=self.scale, axis=axis, epsilon=self.epsilon)
+        return rms_normalization(x, scale=self.scale, axis=self.axis, epsilon=self.epsilon)
 
 
 @keras.saving.register_keras_serializable(package="tf_ops")
 class LayerNormalization(keras.layers.LayerNormalization):
     """`keras.layers.LayerNormalization` computed by `tf_ops.layer_normalization`.
 
-    Arguments, weights, config and numbers are those of the stock layer, which serves other
-    dtypes, `rms_scaling` and several axes that are not the last ones.
+    Arguments, weights, config and numbers are those of the stock layer, whose own computation
+    serves `rms_scaling` and dtypes other than float32, float16 and bfloat16.
     """
 
     def call(self, inputs):
-        axis = _served_axis(self.axis, len(inputs.shape))
-        if axis is None or self.rms_scaling or not is_served(inputs.dtype):
+        if (
+            self.rms_scaling
+            or not is_served(inputs.dtype)
+            or not _are_in_order(self.axis, len(inputs.shape))
+        ):
             return super().call(inputs)
         outputs = layer_normalization(
-            inputs, self.gamma, self.beta, axis=axis, epsilon=self.epsilon
+            inputs, self.gamma, self.beta, axis=self.axis, epsilon=self.epsilon
         )
         return keras.ops.cast(outputs, self.compute_dtype)
 
 
-def _served_axis(axes, rank):
-    """Returns the axis or axes for the kernel, or None: any one axis, or the last ones in order."""
-    if len(axes) == 1:
-        return axes[0]
-    trailing = list(range(rank - len(axes), rank))
-    return trailing if [axis % rank for axis in axes] == trailing else None
+def _are_in_order(axes, rank):
+    """Whether the weights, whose axes are in the given order, are laid out as the input is."""
+    positions = [axis % rank for axis in axes]
+    return positions == sorted(positions)
