@@ -1,0 +1,408 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward attention for sm_90a.
+//
+// A block is one producer warpgroup and two or three consumer warpgroups, and stays on its
+// multiprocessor for many tiles. A tile is kBlockM queries of one head; a consumer owns 64 of
+// them: their output and running maximum and sum stay in its registers. One thread of the
+// producer streams K and V through a ring of kStages buffers by TMA, in 128-byte swizzled panels
+// of 64 columns, the next tile's while the last one is still being finished.
+//
+// Per key block j, a consumer issues S_j = Q K_j and then O += P_{j-1} V_{j-1}; the softmax of
+// S_j runs while the second product does. Two named barriers make the consumers take turns at
+// issuing, so that one's softmax hides behind the other's products as well.
+//
+// Key blocks go from the last visible one to the first: only the first steps need a mask. Tiles
+// go heads within a group whose K and V fit in L2, then queries from the last, which under
+// causality see the most keys, to the first.
+#pragma once
+
+#include <cstdint>
+
+#include "cc/attention/attention_sm90.h"
+#include "cc/common/hopper.cuh"
+
+namespace tf_ops {
+
+template <int kHeadDim>
+struct Sm90Forward {
+  static constexpr int kConsumers = kHeadDim <= 64 ? 3 : 2;  // registers: 64 x kHeadDim floats each
+  static constexpr int kBlockM = 64 * kConsumers;
+  static constexpr int kBlockN = kHeadDim <= 128 ? 128 : 64;  // shared memory at 256
+  static constexpr int kStages = 2;
+  static constexpr int kPanels = kHeadDim / kPanelCols;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+
+  template <typename T>
+  struct Shared {
+    T q[kBlockM * kHeadDim];
+    T k[kStages][kBlockN * kHeadDim];
+    T v[kStages][kBlockN * kHeadDim];
+    uint64_t full_q, empty_q;
+    uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
+  };
+  template <typename T>
+  static constexpr int kSharedBytes = sizeof(Shared<T>) + 1024;  // to align it
+};
+
+struct Sm90ForwardArguments {
+  AttentionProblem problem;
+  void* output;
+  float* lse;
+  uint8_t* flags;
+  int query_blocks, tiles, heads_per_group;
+};
+
+// The work of one tile: which rows, and how far each sees.
+struct Sm90Tile {
+  int batch, head, first_row;
+  int queries, keys;  // valid ones of the batch row
+  int diagonal;       // row i sees keys below min(keys, i + diagonal)
+  int blocks;         // key blocks that any row of the tile sees
+
+  __device__ int Limit(int row) const { return min(keys, row + diagonal); }
+};
+
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ Sm90Tile TileAt(const Sm90ForwardArguments& a, int index) {
+  const AttentionProblem& p = a.problem;
+  const int batch_heads = int(p.batch * p.heads);
+  const int group = index / (a.heads_per_group * a.query_blocks);
+  const int heads = min(a.heads_per_group, batch_heads - group * a.heads_per_group);
+  const int within = index - group * a.heads_per_group * a.query_blocks;
+  const int batch_head = group * a.heads_per_group + within % heads;
+
+  Sm90Tile tile;
+  tile.batch = batch_head / int(p.heads);
+  tile.head = batch_head % int(p.heads);
+  tile.first_row = (a.query_blocks - 1 - within / heads) * kBlockM;
+  const auto length = [&](const int32_t* lengths, int size) {
+    return lengths ? min(max(lengths[tile.batch], 0), size) : size;
+  };
+  tile.queries = length(p.query_seq_lengths, int(p.seq_q));
+  tile.keys = length(p.key_value_seq_lengths, int(p.seq_k));
+  tile.diagonal = !p.is_causal ? tile.keys : p.bottom_right ? tile.keys - tile.queries + 1 : 1;
+  const int last_row = min(tile.first_row + kBlockM, tile.queries) - 1;
+  const int seen = last_row < tile.first_row ? 0 : max(tile.Limit(last_row), 0);
+  tile.blocks = (seen + kBlockN - 1) / kBlockN;
+  return tile;
+}
+
+// The stage of the ring that comes next, and the parity of its phase.
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+  template <int kStages>
+  __device__ __forceinline__ void Advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ uint32_t Pack(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, bf16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Running softmax of the two rows of a thread.
+struct OnlineSoftmax {
+  float maximum[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {0.0f, 0.0f};  // of this thread's columns
+
+  // Turns scores into unnormalised probabilities; `rescale` is for what was added up before.
+  template <int kSize>
+  __device__ __forceinline__ void Step(float (&s)[kSize], float scale_log2, float (&rescale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float m = maximum[r];
+#pragma unroll
+      for (int i = 0; i < kSize; i += 4) m = fmaxf(m, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, 2));
+      const float shift = m == -INFINITY ? 0.0f : m * scale_log2;  // a row that sees nothing yet
+      rescale[r] = Exp2(maximum[r] * scale_log2 - shift);
+      maximum[r] = m;
+      float total = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSize; i += 4) {
+        s[i + 2 * r] = Exp2(s[i + 2 * r] * scale_log2 - shift);
+        s[i + 2 * r + 1] = Exp2(s[i + 2 * r + 1] * scale_log2 - shift);
+        total += s[i + 2 * r] + s[i + 2 * r + 1];
+      }
+      sum[r] = sum[r] * rescale[r] + total;
+    }
+  }
+};
+
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void ProduceForward(
+    const Sm90ForwardArguments& a, const CUtensorMap& query_map, const CUtensorMap& key_map,
+    const CUtensorMap& value_map, typename Sm90Forward<kHeadDim>::template Shared<T>& shared) {
+  using Config = Sm90Forward<kHeadDim>;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  const auto load = [](T* to, int rows, const CUtensorMap& map, uint64_t* full, int head, int row,
+                       int batch) {
+    BarrierExpectBytes(full, rows * kHeadDim * sizeof(T));
+#pragma unroll
+    for (int panel = 0; panel < Config::kPanels; ++panel) {
+      TmaLoad(to + panel * rows * kPanelCols, map, full, panel * kPanelCols, head, row, batch);
+    }
+  };
+  const int group_size = int(a.problem.heads / a.problem.kv_heads);
+  RingPosition at;
+  uint32_t query_parity = 0;
+  for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) {
+    const Sm90Tile tile = TileAt<kBlockM, kBlockN>(a, index);
+    if (tile.blocks == 0) continue;
+    const int kv_head = tile.head / group_size;
+    BarrierWait(&shared.empty_q, query_parity ^ 1);
+    load(shared.q, kBlockM, query_map, &shared.full_q, tile.head, tile.first_row, tile.batch);
+    query_parity ^= 1;
+    for (int j = tile.blocks - 1; j >= 0; --j) {
+      BarrierWait(&shared.empty_k[at.stage], at.parity ^ 1);
+      load(shared.k[at.stage], kBlockN, key_map, &shared.full_k[at.stage], kv_head, j * kBlockN,
+           tile.batch);
+      BarrierWait(&shared.empty_v[at.stage], at.parity ^ 1);
+      load(shared.v[at.stage], kBlockN, value_map, &shared.full_v[at.stage], kv_head, j * kBlockN,
+           tile.batch);
+      at.Advance<Config::kStages>();
+    }
+  }
+}
+
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void ConsumeForward(
+    const Sm90ForwardArguments& a, typename Sm90Forward<kHeadDim>::template Shared<T>& shared) {
+  using Config = Sm90Forward<kHeadDim>;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  const AttentionProblem& p = a.problem;
+  const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const float scale_log2 = p.scale * 1.44269504f;
+
+  // The consumers take turns: barrier 1 + c is consumer c's permission to issue.
+  const int next = consumer + 1 == Config::kConsumers ? 0 : consumer + 1;
+  const auto wait_turn = [&] { NamedBarrierSync(1 + consumer, 256); };
+  const auto pass_turn = [&] { NamedBarrierArrive(1 + next, 256); };
+  if (consumer == Config::kConsumers - 1) pass_turn();
+
+  const auto release = [&](uint64_t* barrier) {
+    if (lane == 0) BarrierArrive(barrier);
+  };
+  float o[kHeadDim / 2], s[kBlockN / 2];
+  uint32_t probabilities[kBlockN / 16][4];
+  const auto scores = [&](int stage) {  // S = Q K
+    const uint64_t q = PanelDescriptor(shared.q + consumer * 64 * kPanelCols);
+    const uint64_t k = PanelDescriptor(shared.k[stage]);
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const int panel = step / 4;
+      const uint64_t within = step % 4 * kStepKMajor;
+      Wgmma<T, false>(s, q + panel * (kBlockM * kPanelRowBytes / 16) + within,
+                      k + panel * (kBlockN * kPanelRowBytes / 16) + within, step > 0);
+    }
+    WgmmaCommit();
+  };
+  const auto add_values = [&](int stage) {  // O += P V
+    const uint64_t v = PanelDescriptor(shared.v[stage], kBlockN * kPanelRowBytes);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      Wgmma<T, true>(o, probabilities[step], v + step * kStepMnMajor, true);
+    }
+    WgmmaCommit();
+  };
+  const auto pack = [&] {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 4; ++i) {
+      probabilities[i / 4][i % 4] = Pack<T>(s[2 * i], s[2 * i + 1]);
+    }
+  };
+
+  RingPosition at;
+  uint32_t query_parity = 0;
+  for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) {
+    const Sm90Tile tile = TileAt<kBlockM, kBlockN>(a, index);
+    const int first_row = tile.first_row + 64 * consumer, row = first_row + 16 * warp + lane / 4;
+    const int limits[2] = {tile.Limit(row), tile.Limit(row + 8)};
+    const auto mask = [&](int j) {
+      const int column = j * kBlockN + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) {
+        if (column + i / 4 * 8 + i % 2 >= limits[i / 2 % 2]) s[i] = -INFINITY;
+      }
+    };
+    const int full_blocks = max(tile.Limit(first_row), 0) / kBlockN;  // seen by all rows
+    OnlineSoftmax softmax;
+    float rescale[2];
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+
+    if (tile.blocks > 0) {
+      BarrierWait(&shared.full_q, query_parity);
+      BarrierWait(&shared.full_k[at.stage], at.parity);
+      WgmmaFence();
+      scores(at.stage);
+      WgmmaWait<0>();
+      Pin(s);
+      release(&shared.empty_k[at.stage]);
+      if (tile.blocks > full_blocks) mask(tile.blocks - 1);
+      softmax.Step(s, scale_log2, rescale);
+      pack();
+#pragma unroll 1
+      for (int j = tile.blocks - 2; j >= 0; --j) {
+        const RingPosition last = at;
+        at.Advance<Config::kStages>();
+        // Both waits come first: between the products they would make ptxas serialise them.
+        BarrierWait(&shared.full_k[at.stage], at.parity);
+        BarrierWait(&shared.full_v[last.stage], last.parity);
+        wait_turn();
+        Pin(s);
+        Pin(o);
+        WgmmaFence();
+        scores(at.stage);
+        add_values(last.stage);
+        pass_turn();
+        WgmmaWait<1>();
+        Pin(s);
+        release(&shared.empty_k[at.stage]);
+        if (j >= full_blocks) mask(j);
+        softmax.Step(s, scale_log2, rescale);
+        WgmmaWait<0>();
+        Pin(o);
+        release(&shared.empty_v[last.stage]);
+        pack();
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= rescale[i / 2 % 2];
+      }
+      release(&shared.empty_q);
+      query_parity ^= 1;
+      BarrierWait(&shared.full_v[at.stage], at.parity);
+      Pin(o);
+      WgmmaFence();
+      add_values(at.stage);
+      WgmmaWait<0>();
+      Pin(o);
+      release(&shared.empty_v[at.stage]);
+      at.Advance<Config::kStages>();
+    }
+
+    const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
+    bool finite = true;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total = softmax.sum[r];
+      total += __shfl_xor_sync(0xffffffff, total, 1);
+      total += __shfl_xor_sync(0xffffffff, total, 2);
+      const int i = row + 8 * r;
+      const bool empty = total == 0.0f || i >= tile.queries;
+      const float inverse = 1.0f / total;
+      if (i >= p.seq_q) continue;
+      if (lane % 4 == 0) {
+        a.lse[batch_head * p.seq_q + i] =
+            empty ? -INFINITY : softmax.maximum[r] * p.scale + logf(total);
+      }
+      T* output = static_cast<T*>(a.output) +
+                  ((int64_t{tile.batch} * p.seq_q + i) * p.heads + tile.head) * p.value_dim;
+#pragma unroll
+      for (int g = 0; g < kHeadDim / 8; ++g) {
+        const int column = 8 * g + lane % 4 * 2;
+        if (column >= p.value_dim) continue;
+        const float low = empty ? 0.0f : o[4 * g + 2 * r] * inverse;
+        const float high = empty ? 0.0f : o[4 * g + 2 * r + 1] * inverse;
+        finite = finite && fabsf(low) <= 3.4e38f && fabsf(high) <= 3.4e38f;
+        *reinterpret_cast<uint32_t*>(output + column) = Pack<T>(low, high);
+      }
+    }
+    if (a.flags) {
+      const bool all_finite = __all_sync(0xffffffff, finite);
+      const int i = first_row + 16 * warp;
+      if (lane == 0 && i < p.seq_q) {
+        a.flags[batch_head * ((p.seq_q + 15) / 16) + i / 16] = !all_finite;
+      }
+    }
+  }
+}
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
+    AttentionForwardSm90Kernel(const __grid_constant__ Sm90ForwardArguments a,
+                               const __grid_constant__ CUtensorMap query_map,
+                               const __grid_constant__ CUtensorMap key_map,
+                               const __grid_constant__ CUtensorMap value_map) {
+  using Config = Sm90Forward<kHeadDim>;
+  extern __shared__ char memory[];
+  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
+      (reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
+  if (threadIdx.x == 0) {
+    TmaPrefetchDescriptor(query_map);
+    TmaPrefetchDescriptor(key_map);
+    TmaPrefetchDescriptor(value_map);
+    constexpr int kConsumerWarps = 4 * Config::kConsumers;
+    BarrierInit(&shared.full_q, 1);
+    BarrierInit(&shared.empty_q, kConsumerWarps);
+    for (int i = 0; i < Config::kStages; ++i) {
+      BarrierInit(&shared.full_k[i], 1);
+      BarrierInit(&shared.full_v[i], 1);
+      BarrierInit(&shared.empty_k[i], kConsumerWarps);
+      BarrierInit(&shared.empty_v[i], kConsumerWarps);
+    }
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    RegistersDown<Config::kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      ProduceForward<T, kHeadDim>(a, query_map, key_map, value_map, shared);
+    }
+  } else {
+    RegistersUp<Config::kConsumerRegisters>();
+    ConsumeForward<T, kHeadDim>(a, shared);
+  }
+}
+
+template <typename T, int kHeadDim>
+Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output, float* lse,
+                            uint8_t* flags) {
+  using Config = Sm90Forward<kHeadDim>;
+  CUtensorMap query_map, key_map, value_map;
+  if (!MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, Config::kBlockM,
+                        &query_map) ||
+      !MakeTensorMap<T>(p.key, p.head_dim, p.kv_heads, p.seq_k, p.batch, Config::kBlockN,
+                        &key_map) ||
+      !MakeTensorMap<T>(p.value, p.value_dim, p.kv_heads, p.seq_k, p.batch, Config::kBlockN,
+                        &value_map)) {
+    return Internal("dot_product_attention: cuTensorMapEncodeTiled failed");
+  }
+  Sm90ForwardArguments a{p, output, lse, flags};
+  a.query_blocks = int((p.seq_q + Config::kBlockM - 1) / Config::kBlockM);
+  a.tiles = int(p.batch * p.heads) * a.query_blocks;
+  // Half of an H100's L2 of 50 MB holds the keys and values of the heads in flight.
+  const int64_t head_bytes =
+      p.seq_k * (p.head_dim + p.value_dim) * int64_t{sizeof(T)} * p.kv_heads / p.heads;
+  a.heads_per_group = int(std::max<int64_t>(1, (int64_t{24} << 20) / std::max<int64_t>(head_bytes, 1)));
+  a.heads_per_group = int(std::min<int64_t>(a.heads_per_group, p.batch * p.heads));
+
+  auto* kernel = AttentionForwardSm90Kernel<T, kHeadDim>;
+  constexpr int kSharedBytes = Config::template kSharedBytes<T>;
+  if (cudaError_t error = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      error != cudaSuccess) {
+    return Internal(cudaGetErrorString(error));
+  }
+  const int blocks = std::min(MultiprocessorCount(), a.tiles);
+  kernel<<<blocks, Config::kThreads, kSharedBytes, gpu.stream>>>(a, query_map, key_map, value_map);
+  return CudaStatus();
+}
+
+}  // namespace tf_ops
