@@ -27,19 +27,20 @@ template <int kHeadDim>
 struct Sm90Forward {
   static constexpr int kConsumers = kHeadDim <= 64 ? 3 : 2;  // registers: 64 x kHeadDim floats each
   static constexpr int kBlockM = 64 * kConsumers;
-  static constexpr int kBlockN = kHeadDim <= 128 ? 128 : 64;  // shared memory at 256
+  static constexpr int kBlockN = kHeadDim <= 128 ? 128 : 80;  // shared memory at 256
   static constexpr int kStages = 2;
+  static constexpr int kQueryStages = kHeadDim <= 128 ? 2 : 1;  // shared memory at 256
   static constexpr int kPanels = kHeadDim / kPanelCols;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 
   template <typename T>
   struct Shared {
-    T q[kBlockM * kHeadDim];
+    T q[kQueryStages][kBlockM * kHeadDim];
     T k[kStages][kBlockN * kHeadDim];
     T v[kStages][kBlockN * kHeadDim];
-    uint64_t full_q, empty_q;
+    uint64_t full_q[kQueryStages], empty_q[kQueryStages], full_o[kConsumers];
     uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
   };
   template <typename T>
@@ -161,15 +162,15 @@ __device__ __forceinline__ void ProduceForward(
     }
   };
   const int group_size = int(a.problem.heads / a.problem.kv_heads);
-  RingPosition at;
-  uint32_t query_parity = 0;
+  RingPosition at, query_at;
   for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) {
     const Sm90Tile tile = TileAt<kBlockM, kBlockN>(a, index);
     if (tile.blocks == 0) continue;
     const int kv_head = tile.head / group_size;
-    BarrierWait(&shared.empty_q, query_parity ^ 1);
-    load(shared.q, kBlockM, query_map, &shared.full_q, tile.head, tile.first_row, tile.batch);
-    query_parity ^= 1;
+    BarrierWait(&shared.empty_q[query_at.stage], query_at.parity ^ 1);
+    load(shared.q[query_at.stage], kBlockM, query_map, &shared.full_q[query_at.stage], tile.head,
+         tile.first_row, tile.batch);
+    query_at.Advance<Config::kQueryStages>();
     for (int j = tile.blocks - 1; j >= 0; --j) {
       BarrierWait(&shared.empty_k[at.stage], at.parity ^ 1);
       load(shared.k[at.stage], kBlockN, key_map, &shared.full_k[at.stage], kv_head, j * kBlockN,
@@ -178,6 +179,90 @@ __device__ __forceinline__ void ProduceForward(
       load(shared.v[at.stage], kBlockN, value_map, &shared.full_v[at.stage], kv_head, j * kBlockN,
            tile.batch);
       at.Advance<Config::kStages>();
+    }
+  }
+}
+
+// The output of 64 rows that see nothing.
+template <typename T>
+__device__ __forceinline__ void WriteZeros(const Sm90ForwardArguments& a, const Sm90Tile& tile,
+                                           int row_in_tile, int thread) {
+  const AttentionProblem& p = a.problem;
+  const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
+  const int begin = tile.first_row + row_in_tile, end = min(begin + 64, int(p.seq_q));
+  for (int row = begin; row < end; ++row) {
+    T* output = static_cast<T*>(a.output) +
+                ((int64_t{tile.batch} * p.seq_q + row) * p.heads + tile.head) * p.value_dim;
+    for (int i = thread; i < p.value_dim; i += 128) output[i] = T(0.0f);
+    if (thread == 0) a.lse[batch_head * p.seq_q + row] = -INFINITY;
+    if (a.flags && thread == 0 && row % 16 == 0) {
+      a.flags[batch_head * ((p.seq_q + 15) / 16) + row / 16] = 0;
+    }
+  }
+}
+
+// Copies each finished tile from where its queries were to the output.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void StoreForward(
+    const Sm90ForwardArguments& a, const CUtensorMap& output_map,
+    typename Sm90Forward<kHeadDim>::template Shared<T>& shared) {
+  using Config = Sm90Forward<kHeadDim>;
+  RingPosition query_at;
+  uint32_t parity = 0;
+  for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) {
+    const Sm90Tile tile = TileAt<Config::kBlockM, Config::kBlockN>(a, index);
+    if (tile.blocks == 0) continue;
+#pragma unroll 1
+    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      BarrierWait(&shared.full_o[consumer], parity);
+#pragma unroll
+      for (int panel = 0; panel < Config::kPanels; ++panel) {
+        TmaStore(output_map,
+                 shared.q[query_at.stage] + (panel * Config::kBlockM + consumer * 64) * kPanelCols,
+                 panel * kPanelCols, tile.head, tile.first_row + consumer * 64, tile.batch);
+      }
+    }
+    TmaStoreWaitRead();
+    BarrierArrive(&shared.empty_q[query_at.stage]);
+    query_at.Advance<Config::kQueryStages>();
+    parity ^= 1;
+  }
+  TmaStoreWait();
+}
+
+// Divides by the softmax's sum; rows that saw nothing become zero.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void FinishForward(const Sm90ForwardArguments& a, const Sm90Tile& tile,
+                                              int row_in_tile, int lane,
+                                              const OnlineSoftmax& softmax,
+                                              float (&o)[kHeadDim / 2]) {
+  const AttentionProblem& p = a.problem;
+  const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
+  bool finite = true;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float total = softmax.sum[r];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    const int row = tile.first_row + row_in_tile + 8 * r;
+    const bool empty = total == 0.0f || row >= tile.queries;
+    const float inverse = 1.0f / total;
+    if (lane % 4 == 0 && row < p.seq_q) {
+      a.lse[batch_head * p.seq_q + row] =
+          empty ? -INFINITY : softmax.maximum[r] * p.scale + logf(total);
+    }
+#pragma unroll
+    for (int i = 2 * r; i < kHeadDim / 2; i += 4) {
+      o[i] = empty ? 0.0f : o[i] * inverse;
+      o[i + 1] = empty ? 0.0f : o[i + 1] * inverse;
+      finite = finite && fabsf(o[i]) <= 3.4e38f && fabsf(o[i + 1]) <= 3.4e38f;
+    }
+  }
+  if (a.flags) {
+    const bool all_finite = __all_sync(0xffffffff, finite);
+    const int row = tile.first_row + row_in_tile;  // the warp's first, in lane 0
+    if (lane == 0 && row < p.seq_q) {
+      a.flags[batch_head * ((p.seq_q + 15) / 16) + row / 16] = !all_finite;
     }
   }
 }
@@ -192,9 +277,9 @@ __device__ __forceinline__ void ConsumeForward(
   const float scale_log2 = p.scale * 1.44269504f;
 
   // The consumers take turns: barrier 1 + c is consumer c's permission to issue.
-  const int next = consumer + 1 == Config::kConsumers ? 0 : consumer + 1;
+  const int successor = consumer + 1 == Config::kConsumers ? 0 : consumer + 1;
   const auto wait_turn = [&] { NamedBarrierSync(1 + consumer, 256); };
-  const auto pass_turn = [&] { NamedBarrierArrive(1 + next, 256); };
+  const auto pass_turn = [&] { NamedBarrierArrive(1 + successor, 256); };
   if (consumer == Config::kConsumers - 1) pass_turn();
 
   const auto release = [&](uint64_t* barrier) {
@@ -202,8 +287,8 @@ __device__ __forceinline__ void ConsumeForward(
   };
   float o[kHeadDim / 2], s[kBlockN / 2];
   uint32_t probabilities[kBlockN / 16][4];
-  const auto scores = [&](int stage) {  // S = Q K
-    const uint64_t q = PanelDescriptor(shared.q + consumer * 64 * kPanelCols);
+  const auto scores = [&](int query_stage, int stage) {  // S = Q K
+    const uint64_t q = PanelDescriptor(shared.q[query_stage] + consumer * 64 * kPanelCols);
     const uint64_t k = PanelDescriptor(shared.k[stage]);
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
@@ -214,11 +299,11 @@ __device__ __forceinline__ void ConsumeForward(
     }
     WgmmaCommit();
   };
-  const auto add_values = [&](int stage) {  // O += P V
+  const auto add_values = [&](int stage, bool accumulate) {  // O += P V
     const uint64_t v = PanelDescriptor(shared.v[stage], kBlockN * kPanelRowBytes);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
-      Wgmma<T, true>(o, probabilities[step], v + step * kStepMnMajor, true);
+      Wgmma<T, true>(o, probabilities[step], v + step * kStepMnMajor, accumulate || step > 0);
     }
     WgmmaCommit();
   };
@@ -228,109 +313,90 @@ __device__ __forceinline__ void ConsumeForward(
       probabilities[i / 4][i % 4] = Pack<T>(s[2 * i], s[2 * i + 1]);
     }
   };
+  const int row_in_tile = 64 * consumer + 16 * warp + lane / 4;
+  const auto mask = [&](const Sm90Tile& tile, int j) {
+    if (j < max(tile.Limit(tile.first_row + 64 * consumer), 0) / kBlockN) return;  // seen by all
+    const int row = tile.first_row + row_in_tile;
+    const int limits[2] = {tile.Limit(row), tile.Limit(row + 8)};
+    const int column = j * kBlockN + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; ++i) {
+      if (column + i / 4 * 8 + i % 2 >= limits[i / 2 % 2]) s[i] = -INFINITY;
+    }
+  };
+  // Puts the output where the queries were, in the same swizzled panels, for StoreForward.
+  const auto hand_over = [&](int query_stage) {
+    char* rows = reinterpret_cast<char*>(shared.q[query_stage]) + row_in_tile * kPanelRowBytes;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 4; ++i) {
+      const int group = i / 2, half = i % 2;  // eight columns; row, or the one 8 below
+      const int swizzled = (group % 8 ^ lane / 4) * 16 + lane % 4 * 4;
+      *reinterpret_cast<uint32_t*>(rows + group / 8 * (kBlockM * kPanelRowBytes) +
+                                   half * (8 * kPanelRowBytes) + swizzled) =
+          Pack<T>(o[2 * i], o[2 * i + 1]);
+    }
+    FenceAsyncProxy();
+    __syncwarp();
+    release(&shared.full_o[consumer]);
+  };
 
-  RingPosition at;
-  uint32_t query_parity = 0;
+  RingPosition at, query_at;
   for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) {
     const Sm90Tile tile = TileAt<kBlockM, kBlockN>(a, index);
-    const int first_row = tile.first_row + 64 * consumer, row = first_row + 16 * warp + lane / 4;
-    const int limits[2] = {tile.Limit(row), tile.Limit(row + 8)};
-    const auto mask = [&](int j) {
-      const int column = j * kBlockN + lane % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < kBlockN / 2; ++i) {
-        if (column + i / 4 * 8 + i % 2 >= limits[i / 2 % 2]) s[i] = -INFINITY;
-      }
-    };
-    const int full_blocks = max(tile.Limit(first_row), 0) / kBlockN;  // seen by all rows
+    if (tile.blocks == 0) {
+      WriteZeros<T>(a, tile, 64 * consumer, threadIdx.x % 128);
+      continue;
+    }
     OnlineSoftmax softmax;
     float rescale[2];
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
-
-    if (tile.blocks > 0) {
-      BarrierWait(&shared.full_q, query_parity);
+    BarrierWait(&shared.full_q[query_at.stage], query_at.parity);
+    BarrierWait(&shared.full_k[at.stage], at.parity);
+    WgmmaFence();
+    scores(query_at.stage, at.stage);
+    WgmmaWait<0>();
+    Pin(s);
+    release(&shared.empty_k[at.stage]);
+    mask(tile, tile.blocks - 1);
+    softmax.Step(s, scale_log2, rescale);
+    pack();
+#pragma unroll 1
+    for (int j = tile.blocks - 2; j >= 0; --j) {
+      const RingPosition last = at;
+      at.Advance<Config::kStages>();
+      // Both waits come first: between the products they would make ptxas serialise them.
       BarrierWait(&shared.full_k[at.stage], at.parity);
+      BarrierWait(&shared.full_v[last.stage], last.parity);
+      wait_turn();
+      Pin(s);
+      Pin(o);
       WgmmaFence();
-      scores(at.stage);
-      WgmmaWait<0>();
+      scores(query_at.stage, at.stage);
+      add_values(last.stage, j < tile.blocks - 2);
+      pass_turn();
+      WgmmaWait<1>();
       Pin(s);
       release(&shared.empty_k[at.stage]);
-      if (tile.blocks > full_blocks) mask(tile.blocks - 1);
+      mask(tile, j);
       softmax.Step(s, scale_log2, rescale);
-      pack();
-#pragma unroll 1
-      for (int j = tile.blocks - 2; j >= 0; --j) {
-        const RingPosition last = at;
-        at.Advance<Config::kStages>();
-        // Both waits come first: between the products they would make ptxas serialise them.
-        BarrierWait(&shared.full_k[at.stage], at.parity);
-        BarrierWait(&shared.full_v[last.stage], last.parity);
-        wait_turn();
-        Pin(s);
-        Pin(o);
-        WgmmaFence();
-        scores(at.stage);
-        add_values(last.stage);
-        pass_turn();
-        WgmmaWait<1>();
-        Pin(s);
-        release(&shared.empty_k[at.stage]);
-        if (j >= full_blocks) mask(j);
-        softmax.Step(s, scale_log2, rescale);
-        WgmmaWait<0>();
-        Pin(o);
-        release(&shared.empty_v[last.stage]);
-        pack();
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= rescale[i / 2 % 2];
-      }
-      release(&shared.empty_q);
-      query_parity ^= 1;
-      BarrierWait(&shared.full_v[at.stage], at.parity);
-      Pin(o);
-      WgmmaFence();
-      add_values(at.stage);
       WgmmaWait<0>();
       Pin(o);
-      release(&shared.empty_v[at.stage]);
-      at.Advance<Config::kStages>();
+      release(&shared.empty_v[last.stage]);
+      pack();
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= rescale[i / 2 % 2];
     }
+    BarrierWait(&shared.full_v[at.stage], at.parity);
+    Pin(o);
+    WgmmaFence();
+    add_values(at.stage, tile.blocks > 1);
+    WgmmaWait<0>();
+    Pin(o);
+    release(&shared.empty_v[at.stage]);
+    at.Advance<Config::kStages>();
 
-    const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
-    bool finite = true;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float total = softmax.sum[r];
-      total += __shfl_xor_sync(0xffffffff, total, 1);
-      total += __shfl_xor_sync(0xffffffff, total, 2);
-      const int i = row + 8 * r;
-      const bool empty = total == 0.0f || i >= tile.queries;
-      const float inverse = 1.0f / total;
-      if (i >= p.seq_q) continue;
-      if (lane % 4 == 0) {
-        a.lse[batch_head * p.seq_q + i] =
-            empty ? -INFINITY : softmax.maximum[r] * p.scale + logf(total);
-      }
-      T* output = static_cast<T*>(a.output) +
-                  ((int64_t{tile.batch} * p.seq_q + i) * p.heads + tile.head) * p.value_dim;
-#pragma unroll
-      for (int g = 0; g < kHeadDim / 8; ++g) {
-        const int column = 8 * g + lane % 4 * 2;
-        if (column >= p.value_dim) continue;
-        const float low = empty ? 0.0f : o[4 * g + 2 * r] * inverse;
-        const float high = empty ? 0.0f : o[4 * g + 2 * r + 1] * inverse;
-        finite = finite && fabsf(low) <= 3.4e38f && fabsf(high) <= 3.4e38f;
-        *reinterpret_cast<uint32_t*>(output + column) = Pack<T>(low, high);
-      }
-    }
-    if (a.flags) {
-      const bool all_finite = __all_sync(0xffffffff, finite);
-      const int i = first_row + 16 * warp;
-      if (lane == 0 && i < p.seq_q) {
-        a.flags[batch_head * ((p.seq_q + 15) / 16) + i / 16] = !all_finite;
-      }
-    }
+    FinishForward<T, kHeadDim>(a, tile, row_in_tile, lane, softmax, o);
+    hand_over(query_at.stage);
+    query_at.Advance<Config::kQueryStages>();
   }
 }
 
@@ -339,7 +405,8 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
     AttentionForwardSm90Kernel(const __grid_constant__ Sm90ForwardArguments a,
                                const __grid_constant__ CUtensorMap query_map,
                                const __grid_constant__ CUtensorMap key_map,
-                               const __grid_constant__ CUtensorMap value_map) {
+                               const __grid_constant__ CUtensorMap value_map,
+                               const __grid_constant__ CUtensorMap output_map) {
   using Config = Sm90Forward<kHeadDim>;
   extern __shared__ char memory[];
   auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
@@ -348,9 +415,13 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
     TmaPrefetchDescriptor(query_map);
     TmaPrefetchDescriptor(key_map);
     TmaPrefetchDescriptor(value_map);
+    TmaPrefetchDescriptor(output_map);
     constexpr int kConsumerWarps = 4 * Config::kConsumers;
-    BarrierInit(&shared.full_q, 1);
-    BarrierInit(&shared.empty_q, kConsumerWarps);
+    for (int i = 0; i < Config::kQueryStages; ++i) {
+      BarrierInit(&shared.full_q[i], 1);
+      BarrierInit(&shared.empty_q[i], 1);
+    }
+    for (int i = 0; i < Config::kConsumers; ++i) BarrierInit(&shared.full_o[i], 4);
     for (int i = 0; i < Config::kStages; ++i) {
       BarrierInit(&shared.full_k[i], 1);
       BarrierInit(&shared.full_v[i], 1);
@@ -364,6 +435,8 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
     RegistersDown<Config::kProducerRegisters>();
     if (threadIdx.x == 0) {
       ProduceForward<T, kHeadDim>(a, query_map, key_map, value_map, shared);
+    } else if (threadIdx.x == 32) {
+      StoreForward<T, kHeadDim>(a, output_map, shared);
     }
   } else {
     RegistersUp<Config::kConsumerRegisters>();
@@ -375,13 +448,14 @@ template <typename T, int kHeadDim>
 Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output, float* lse,
                             uint8_t* flags) {
   using Config = Sm90Forward<kHeadDim>;
-  CUtensorMap query_map, key_map, value_map;
+  CUtensorMap query_map, key_map, value_map, output_map;
   if (!MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, Config::kBlockM,
                         &query_map) ||
       !MakeTensorMap<T>(p.key, p.head_dim, p.kv_heads, p.seq_k, p.batch, Config::kBlockN,
                         &key_map) ||
       !MakeTensorMap<T>(p.value, p.value_dim, p.kv_heads, p.seq_k, p.batch, Config::kBlockN,
-                        &value_map)) {
+                        &value_map) ||
+      !MakeTensorMap<T>(output, p.value_dim, p.heads, p.seq_q, p.batch, 64, &output_map)) {
     return Internal("dot_product_attention: cuTensorMapEncodeTiled failed");
   }
   Sm90ForwardArguments a{p, output, lse, flags};
@@ -401,7 +475,8 @@ Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output, float
     return Internal(cudaGetErrorString(error));
   }
   const int blocks = std::min(MultiprocessorCount(), a.tiles);
-  kernel<<<blocks, Config::kThreads, kSharedBytes, gpu.stream>>>(a, query_map, key_map, value_map);
+  kernel<<<blocks, Config::kThreads, kSharedBytes, gpu.stream>>>(a, query_map, key_map, value_map,
+                                                                   output_map);
   return CudaStatus();
 }
 

@@ -67,6 +67,26 @@ __device__ __forceinline__ void TmaLoad(void* shared, const CUtensorMap& map, ui
       "l"(&map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
+// The other way; part of the box that lies outside the tensor is not written.
+__device__ __forceinline__ void TmaStore(const CUtensorMap& map, const void* shared, int c0, int c1,
+                                         int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          &map),
+      "r"(SharedAddress(shared)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+// Returns once this thread's stores have read shared memory; TmaStoreWait, once they are done.
+__device__ __forceinline__ void TmaStoreWaitRead() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void TmaStoreWait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+// Orders this thread's writes to shared memory before later reads by TMA or wgmma.
+__device__ __forceinline__ void FenceAsyncProxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 __device__ __forceinline__ void TmaPrefetchDescriptor(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -120,19 +140,34 @@ constexpr uint64_t kStepKMajor = 32 / 16;
 constexpr uint64_t kStepMnMajor = 16 * kPanelRowBytes / 16;
 
 // Operand lists of the asm statements below.
-#define TF_OPS_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define TF_OPS_D16(i) TF_OPS_D4(i), TF_OPS_D4(i + 4), TF_OPS_D4(i + 8), TF_OPS_D4(i + 12)
-#define TF_OPS_D32(i) TF_OPS_D16(i), TF_OPS_D16(i + 16)
+#define TF_OPS_D8(i)                                                                            \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),   \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define TF_OPS_D40(i) \
+  TF_OPS_D8(i), TF_OPS_D8(i + 8), TF_OPS_D8(i + 16), TF_OPS_D8(i + 24), TF_OPS_D8(i + 32)
+#define TF_OPS_D32(i) TF_OPS_D8(i), TF_OPS_D8(i + 8), TF_OPS_D8(i + 16), TF_OPS_D8(i + 24)
 #define TF_OPS_LIST64 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TF_OPS_OUT64 TF_OPS_D32(0)
+#define TF_OPS_LIST80 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39"
+#define TF_OPS_OUT80 TF_OPS_D40(0)
 #define TF_OPS_LIST128 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define TF_OPS_OUT128 TF_OPS_D32(0), TF_OPS_D32(32)
+#define TF_OPS_LIST160 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define TF_OPS_OUT160 TF_OPS_D40(0), TF_OPS_D40(40)
 #define TF_OPS_LIST256 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -176,6 +211,29 @@ __device__ __forceinline__ void Wgmma(float (&d)[32], const uint32_t (&a)[4], ui
   }
 }
 template <typename T, bool kTransposedB>
+__device__ __forceinline__ void Wgmma(float (&d)[40], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    TF_OPS_WGMMA(80, "bf16", "%40", "41", "0, %43", "42", "l"(a), "l"(b),
+                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+  } else {
+    TF_OPS_WGMMA(80, "f16", "%40", "41", "0, %43", "42", "l"(a), "l"(b),
+                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+  }
+}
+template <typename T, bool kTransposedB>
+__device__ __forceinline__ void Wgmma(float (&d)[40], const uint32_t (&a)[4], uint64_t b,
+                                      bool accumulate) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    TF_OPS_WGMMA(80, "bf16", "{%40, %41, %42, %43}", "44", "%46", "45",
+                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
+  } else {
+    TF_OPS_WGMMA(80, "f16", "{%40, %41, %42, %43}", "44", "%46", "45",
+                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
+  }
+}
+template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
     TF_OPS_WGMMA(128, "bf16", "%64", "65", "0, %67", "66", "l"(a), "l"(b),
@@ -194,6 +252,29 @@ __device__ __forceinline__ void Wgmma(float (&d)[64], const uint32_t (&a)[4], ui
                  "n"(int(kTransposedB)));
   } else {
     TF_OPS_WGMMA(128, "f16", "{%64, %65, %66, %67}", "68", "%70", "69",
+                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
+  }
+}
+template <typename T, bool kTransposedB>
+__device__ __forceinline__ void Wgmma(float (&d)[80], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    TF_OPS_WGMMA(160, "bf16", "%80", "81", "0, %83", "82", "l"(a), "l"(b),
+                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+  } else {
+    TF_OPS_WGMMA(160, "f16", "%80", "81", "0, %83", "82", "l"(a), "l"(b),
+                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+  }
+}
+template <typename T, bool kTransposedB>
+__device__ __forceinline__ void Wgmma(float (&d)[80], const uint32_t (&a)[4], uint64_t b,
+                                      bool accumulate) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    TF_OPS_WGMMA(160, "bf16", "{%80, %81, %82, %83}", "84", "%86", "85",
+                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
+  } else {
+    TF_OPS_WGMMA(160, "f16", "{%80, %81, %82, %83}", "84", "%86", "85",
                  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
                  "n"(int(kTransposedB)));
   }
@@ -223,13 +304,17 @@ __device__ __forceinline__ void Wgmma(float (&d)[128], const uint32_t (&a)[4], u
 }
 
 #undef TF_OPS_WGMMA
-#undef TF_OPS_D4
-#undef TF_OPS_D16
+#undef TF_OPS_D8
 #undef TF_OPS_D32
+#undef TF_OPS_D40
 #undef TF_OPS_LIST64
 #undef TF_OPS_OUT64
+#undef TF_OPS_LIST80
+#undef TF_OPS_OUT80
 #undef TF_OPS_LIST128
 #undef TF_OPS_OUT128
+#undef TF_OPS_LIST160
+#undef TF_OPS_OUT160
 #undef TF_OPS_LIST256
 #undef TF_OPS_OUT256
 
