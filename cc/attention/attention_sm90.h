@@ -17,4 +17,15 @@ template <typename T, int kHeadDim>
 Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& problem, T* output, float* lse,
                             uint8_t* flags);
 
+// The gradients. row_terms has room for 2 * batch * heads * Sm90PaddedQueries floats; the flags
+// are of rows of dquery, and of dkey and dvalue, [batch * kv_heads, ceil(seq_k / 16)].
+template <typename T, int kHeadDim>
+Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& problem, const T* output,
+                             const T* doutput, const float* lse, const float* dlse, T* dquery,
+                             T* dkey, T* dvalue, float* row_terms, uint8_t* query_flags,
+                             uint8_t* key_flags);
+inline int64_t Sm90PaddedQueries(const AttentionProblem& problem) {
+  return (problem.seq_q + 127) / 128 * 128;
+}
+
 }  // namespace tf_ops

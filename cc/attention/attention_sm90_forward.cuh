@@ -16,10 +16,7 @@
 // causality see the most keys, to the first.
 #pragma once
 
-#include <cstdint>
-
-#include "cc/attention/attention_sm90.h"
-#include "cc/common/hopper.cuh"
+#include "cc/attention/attention_sm90.cuh"
 
 namespace tf_ops {
 
@@ -55,14 +52,10 @@ struct Sm90ForwardArguments {
   int query_blocks, tiles, heads_per_group;
 };
 
-// The work of one tile: which rows, and how far each sees.
-struct Sm90Tile {
+// The work of one tile: which rows, and how far they see.
+struct Sm90Tile : Sm90Visibility {
   int batch, head, first_row;
-  int queries, keys;  // valid ones of the batch row
-  int diagonal;       // row i sees keys below min(keys, i + diagonal)
-  int blocks;         // key blocks that any row of the tile sees
-
-  __device__ int Limit(int row) const { return min(keys, row + diagonal); }
+  int blocks;  // key blocks that any row of the tile sees
 };
 
 template <int kBlockM, int kBlockN>
@@ -73,48 +66,16 @@ __device__ __forceinline__ Sm90Tile TileAt(const Sm90ForwardArguments& a, int in
   const int heads = min(a.heads_per_group, batch_heads - group * a.heads_per_group);
   const int within = index - group * a.heads_per_group * a.query_blocks;
   const int batch_head = group * a.heads_per_group + within % heads;
+  const int batch = batch_head / int(p.heads);
 
-  Sm90Tile tile;
-  tile.batch = batch_head / int(p.heads);
+  Sm90Tile tile{Sm90Visibility(p, batch)};
+  tile.batch = batch;
   tile.head = batch_head % int(p.heads);
   tile.first_row = (a.query_blocks - 1 - within / heads) * kBlockM;
-  const auto length = [&](const int32_t* lengths, int size) {
-    return lengths ? min(max(lengths[tile.batch], 0), size) : size;
-  };
-  tile.queries = length(p.query_seq_lengths, int(p.seq_q));
-  tile.keys = length(p.key_value_seq_lengths, int(p.seq_k));
-  tile.diagonal = !p.is_causal ? tile.keys : p.bottom_right ? tile.keys - tile.queries + 1 : 1;
   const int last_row = min(tile.first_row + kBlockM, tile.queries) - 1;
   const int seen = last_row < tile.first_row ? 0 : max(tile.Limit(last_row), 0);
   tile.blocks = (seen + kBlockN - 1) / kBlockN;
   return tile;
-}
-
-// The stage of the ring that comes next, and the parity of its phase.
-struct RingPosition {
-  int stage = 0;
-  uint32_t parity = 0;
-  template <int kStages>
-  __device__ __forceinline__ void Advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ uint32_t Pack(float low, float high) {
-  uint32_t packed;
-  if constexpr (std::is_same_v<T, bf16>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
-
-__device__ __forceinline__ float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // Running softmax of the two rows of a thread.
@@ -153,50 +114,28 @@ __device__ __forceinline__ void ProduceForward(
     const CUtensorMap& value_map, typename Sm90Forward<kHeadDim>::template Shared<T>& shared) {
   using Config = Sm90Forward<kHeadDim>;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-  const auto load = [](T* to, int rows, const CUtensorMap& map, uint64_t* full, int head, int row,
-                       int batch) {
-    BarrierExpectBytes(full, rows * kHeadDim * sizeof(T));
-#pragma unroll
-    for (int panel = 0; panel < Config::kPanels; ++panel) {
-      TmaLoad(to + panel * rows * kPanelCols, map, full, panel * kPanelCols, head, row, batch);
-    }
-  };
   const int group_size = int(a.problem.heads / a.problem.kv_heads);
   RingPosition at, query_at;
-  for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) {
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
     const Sm90Tile tile = TileAt<kBlockM, kBlockN>(a, index);
     if (tile.blocks == 0) continue;
     const int kv_head = tile.head / group_size;
     BarrierWait(&shared.empty_q[query_at.stage], query_at.parity ^ 1);
-    load(shared.q[query_at.stage], kBlockM, query_map, &shared.full_q[query_at.stage], tile.head,
-         tile.first_row, tile.batch);
+    BarrierExpectBytes(&shared.full_q[query_at.stage], sizeof shared.q[0]);
+    LoadPanels<kHeadDim>(shared.q[query_at.stage], kBlockM, query_map,
+                         &shared.full_q[query_at.stage], tile.head, tile.first_row, tile.batch);
     query_at.Advance<Config::kQueryStages>();
     for (int j = tile.blocks - 1; j >= 0; --j) {
       BarrierWait(&shared.empty_k[at.stage], at.parity ^ 1);
-      load(shared.k[at.stage], kBlockN, key_map, &shared.full_k[at.stage], kv_head, j * kBlockN,
-           tile.batch);
+      BarrierExpectBytes(&shared.full_k[at.stage], sizeof shared.k[0]);
+      LoadPanels<kHeadDim>(shared.k[at.stage], kBlockN, key_map, &shared.full_k[at.stage], kv_head,
+                           j * kBlockN, tile.batch);
       BarrierWait(&shared.empty_v[at.stage], at.parity ^ 1);
-      load(shared.v[at.stage], kBlockN, value_map, &shared.full_v[at.stage], kv_head, j * kBlockN,
-           tile.batch);
+      BarrierExpectBytes(&shared.full_v[at.stage], sizeof shared.v[0]);
+      LoadPanels<kHeadDim>(shared.v[at.stage], kBlockN, value_map, &shared.full_v[at.stage], kv_head,
+                           j * kBlockN, tile.batch);
       at.Advance<Config::kStages>();
-    }
-  }
-}
-
-// The output of 64 rows that see nothing.
-template <typename T>
-__device__ __forceinline__ void WriteZeros(const Sm90ForwardArguments& a, const Sm90Tile& tile,
-                                           int row_in_tile, int thread) {
-  const AttentionProblem& p = a.problem;
-  const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
-  const int begin = tile.first_row + row_in_tile, end = min(begin + 64, int(p.seq_q));
-  for (int row = begin; row < end; ++row) {
-    T* output = static_cast<T*>(a.output) +
-                ((int64_t{tile.batch} * p.seq_q + row) * p.heads + tile.head) * p.value_dim;
-    for (int i = thread; i < p.value_dim; i += 128) output[i] = T(0.0f);
-    if (thread == 0) a.lse[batch_head * p.seq_q + row] = -INFINITY;
-    if (a.flags && thread == 0 && row % 16 == 0) {
-      a.flags[batch_head * ((p.seq_q + 15) / 16) + row / 16] = 0;
     }
   }
 }
@@ -209,18 +148,15 @@ __device__ __forceinline__ void StoreForward(
   using Config = Sm90Forward<kHeadDim>;
   RingPosition query_at;
   uint32_t parity = 0;
-  for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) {
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
     const Sm90Tile tile = TileAt<Config::kBlockM, Config::kBlockN>(a, index);
     if (tile.blocks == 0) continue;
 #pragma unroll 1
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
       BarrierWait(&shared.full_o[consumer], parity);
-#pragma unroll
-      for (int panel = 0; panel < Config::kPanels; ++panel) {
-        TmaStore(output_map,
-                 shared.q[query_at.stage] + (panel * Config::kBlockM + consumer * 64) * kPanelCols,
-                 panel * kPanelCols, tile.head, tile.first_row + consumer * 64, tile.batch);
-      }
+      StorePanels<kHeadDim>(output_map, shared.q[query_at.stage] + consumer * 64 * kPanelCols,
+                            Config::kBlockM, tile.head, tile.first_row + consumer * 64, tile.batch);
     }
     TmaStoreWaitRead();
     BarrierArrive(&shared.empty_q[query_at.stage]);
@@ -238,7 +174,6 @@ __device__ __forceinline__ void FinishForward(const Sm90ForwardArguments& a, con
                                               float (&o)[kHeadDim / 2]) {
   const AttentionProblem& p = a.problem;
   const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
-  bool finite = true;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float total = softmax.sum[r];
@@ -255,16 +190,10 @@ __device__ __forceinline__ void FinishForward(const Sm90ForwardArguments& a, con
     for (int i = 2 * r; i < kHeadDim / 2; i += 4) {
       o[i] = empty ? 0.0f : o[i] * inverse;
       o[i + 1] = empty ? 0.0f : o[i + 1] * inverse;
-      finite = finite && fabsf(o[i]) <= 3.4e38f && fabsf(o[i + 1]) <= 3.4e38f;
     }
   }
-  if (a.flags) {
-    const bool all_finite = __all_sync(0xffffffff, finite);
-    const int row = tile.first_row + row_in_tile;  // the warp's first, in lane 0
-    if (lane == 0 && row < p.seq_q) {
-      a.flags[batch_head * ((p.seq_q + 15) / 16) + row / 16] = !all_finite;
-    }
-  }
+  FlagNonFinite(o, a.flags ? a.flags + batch_head * ((p.seq_q + 15) / 16) : nullptr,
+                tile.first_row + row_in_tile, p.seq_q);
 }
 
 template <typename T, int kHeadDim>
@@ -274,7 +203,7 @@ __device__ __forceinline__ void ConsumeForward(
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   const AttentionProblem& p = a.problem;
   const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const float scale_log2 = p.scale * 1.44269504f;
+  const float scale_log2 = p.scale * kLog2E;
 
   // The consumers take turns: barrier 1 + c is consumer c's permission to issue.
   const int successor = consumer + 1 == Config::kConsumers ? 0 : consumer + 1;
@@ -307,12 +236,6 @@ __device__ __forceinline__ void ConsumeForward(
     }
     WgmmaCommit();
   };
-  const auto pack = [&] {
-#pragma unroll
-    for (int i = 0; i < kBlockN / 4; ++i) {
-      probabilities[i / 4][i % 4] = Pack<T>(s[2 * i], s[2 * i + 1]);
-    }
-  };
   const int row_in_tile = 64 * consumer + 16 * warp + lane / 4;
   const auto mask = [&](const Sm90Tile& tile, int j) {
     if (j < max(tile.Limit(tile.first_row + 64 * consumer), 0) / kBlockN) return;  // seen by all
@@ -324,29 +247,36 @@ __device__ __forceinline__ void ConsumeForward(
       if (column + i / 4 * 8 + i % 2 >= limits[i / 2 % 2]) s[i] = -INFINITY;
     }
   };
-  // Puts the output where the queries were, in the same swizzled panels, for StoreForward.
+  // Puts the output where the queries were, for StoreForward.
   const auto hand_over = [&](int query_stage) {
-    char* rows = reinterpret_cast<char*>(shared.q[query_stage]) + row_in_tile * kPanelRowBytes;
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 4; ++i) {
-      const int group = i / 2, half = i % 2;  // eight columns; row, or the one 8 below
-      const int swizzled = (group % 8 ^ lane / 4) * 16 + lane % 4 * 4;
-      *reinterpret_cast<uint32_t*>(rows + group / 8 * (kBlockM * kPanelRowBytes) +
-                                   half * (8 * kPanelRowBytes) + swizzled) =
-          Pack<T>(o[2 * i], o[2 * i + 1]);
-    }
-    FenceAsyncProxy();
+    WritePanels<T, kHeadDim>(
+        o, reinterpret_cast<char*>(shared.q[query_stage]) + row_in_tile * kPanelRowBytes,
+        kBlockM * kPanelRowBytes, lane);
     __syncwarp();
     release(&shared.full_o[consumer]);
   };
 
-  RingPosition at, query_at;
-  for (int index = blockIdx.x; index < a.tiles; index += gridDim.x) {
-    const Sm90Tile tile = TileAt<kBlockM, kBlockN>(a, index);
-    if (tile.blocks == 0) {
-      WriteZeros<T>(a, tile, 64 * consumer, threadIdx.x % 128);
-      continue;
+  // The next tile that sees a key; one that sees none is zeroed on the way.
+  TileSchedule schedule;
+  const auto next_tile = [&](Sm90Tile* tile) {
+    for (int index; (index = schedule.Next()) < a.tiles;) {
+      *tile = TileAt<kBlockM, kBlockN>(a, index);
+      if (tile->blocks > 0) return true;
+      const int first_row = tile->first_row + 64 * consumer;
+      ZeroRows<T>(a.output, tile->batch, p.seq_q, p.heads, p.value_dim, tile->head, first_row);
+      const int64_t batch_head = int64_t{tile->batch} * p.heads + tile->head;
+      const int row = first_row + int(threadIdx.x) % 128;
+      if (threadIdx.x % 128 < 64 && row < p.seq_q) {
+        a.lse[batch_head * p.seq_q + row] = -INFINITY;
+        if (a.flags) a.flags[batch_head * ((p.seq_q + 15) / 16) + row / 16] = 0;
+      }
     }
+    return false;
+  };
+
+  RingPosition at, query_at;
+  Sm90Tile tile = TileAt<kBlockM, kBlockN>(a, 0), next = tile;
+  for (bool more = next_tile(&tile); more;) {
     OnlineSoftmax softmax;
     float rescale[2];
     BarrierWait(&shared.full_q[query_at.stage], query_at.parity);
@@ -358,7 +288,7 @@ __device__ __forceinline__ void ConsumeForward(
     release(&shared.empty_k[at.stage]);
     mask(tile, tile.blocks - 1);
     softmax.Step(s, scale_log2, rescale);
-    pack();
+    PackOperand<T>(s, probabilities);
 #pragma unroll 1
     for (int j = tile.blocks - 2; j >= 0; --j) {
       const RingPosition last = at;
@@ -381,7 +311,7 @@ __device__ __forceinline__ void ConsumeForward(
       WgmmaWait<0>();
       Pin(o);
       release(&shared.empty_v[last.stage]);
-      pack();
+      PackOperand<T>(s, probabilities);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= rescale[i / 2 % 2];
     }
@@ -389,6 +319,7 @@ __device__ __forceinline__ void ConsumeForward(
     Pin(o);
     WgmmaFence();
     add_values(at.stage, tile.blocks > 1);
+    more = next_tile(&next);  // here, for its divisions and loads take long
     WgmmaWait<0>();
     Pin(o);
     release(&shared.empty_v[at.stage]);
@@ -397,6 +328,7 @@ __device__ __forceinline__ void ConsumeForward(
     FinishForward<T, kHeadDim>(a, tile, row_in_tile, lane, softmax, o);
     hand_over(query_at.stage);
     query_at.Advance<Config::kQueryStages>();
+    tile = next;
   }
 }
 
@@ -461,11 +393,9 @@ Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output, float
   Sm90ForwardArguments a{p, output, lse, flags};
   a.query_blocks = int((p.seq_q + Config::kBlockM - 1) / Config::kBlockM);
   a.tiles = int(p.batch * p.heads) * a.query_blocks;
-  // Half of an H100's L2 of 50 MB holds the keys and values of the heads in flight.
-  const int64_t head_bytes =
-      p.seq_k * (p.head_dim + p.value_dim) * int64_t{sizeof(T)} * p.kv_heads / p.heads;
-  a.heads_per_group = int(std::max<int64_t>(1, (int64_t{24} << 20) / std::max<int64_t>(head_bytes, 1)));
-  a.heads_per_group = int(std::min<int64_t>(a.heads_per_group, p.batch * p.heads));
+  a.heads_per_group =
+      HeadsPerGroup(p.seq_k * (p.head_dim + p.value_dim) * int64_t{sizeof(T)} * p.kv_heads / p.heads,
+                    p.batch * p.heads);
 
   auto* kernel = AttentionForwardSm90Kernel<T, kHeadDim>;
   constexpr int kSharedBytes = Config::template kSharedBytes<T>;

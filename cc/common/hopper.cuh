@@ -67,6 +67,15 @@ __device__ __forceinline__ void TmaLoad(void* shared, const CUtensorMap& map, ui
       "l"(&map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
+// Copies contiguous bytes; addresses and size are multiples of 16.
+__device__ __forceinline__ void BulkLoad(void* shared, const void* global, uint32_t bytes,
+                                         uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(SharedAddress(shared)),
+      "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
+      : "memory");
+}
 // The other way; part of the box that lies outside the tensor is not written.
 __device__ __forceinline__ void TmaStore(const CUtensorMap& map, const void* shared, int c0, int c1,
                                          int c2, int c3) {
@@ -155,19 +164,17 @@ constexpr uint64_t kStepMnMajor = 16 * kPanelRowBytes / 16;
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39"
 #define TF_OPS_OUT80 TF_OPS_D40(0)
+#define TF_OPS_LIST96 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define TF_OPS_OUT96 TF_OPS_D32(0), TF_OPS_D8(32), TF_OPS_D8(40)
 #define TF_OPS_LIST128 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define TF_OPS_OUT128 TF_OPS_D32(0), TF_OPS_D32(32)
-#define TF_OPS_LIST160 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define TF_OPS_OUT160 TF_OPS_D40(0), TF_OPS_D40(40)
 #define TF_OPS_LIST256 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -234,6 +241,29 @@ __device__ __forceinline__ void Wgmma(float (&d)[40], const uint32_t (&a)[4], ui
   }
 }
 template <typename T, bool kTransposedB>
+__device__ __forceinline__ void Wgmma(float (&d)[48], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    TF_OPS_WGMMA(96, "bf16", "%48", "49", "0, %51", "50", "l"(a), "l"(b),
+                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+  } else {
+    TF_OPS_WGMMA(96, "f16", "%48", "49", "0, %51", "50", "l"(a), "l"(b),
+                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+  }
+}
+template <typename T, bool kTransposedB>
+__device__ __forceinline__ void Wgmma(float (&d)[48], const uint32_t (&a)[4], uint64_t b,
+                                      bool accumulate) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    TF_OPS_WGMMA(96, "bf16", "{%48, %49, %50, %51}", "52", "%54", "53",
+                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
+  } else {
+    TF_OPS_WGMMA(96, "f16", "{%48, %49, %50, %51}", "52", "%54", "53",
+                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
+  }
+}
+template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
     TF_OPS_WGMMA(128, "bf16", "%64", "65", "0, %67", "66", "l"(a), "l"(b),
@@ -252,29 +282,6 @@ __device__ __forceinline__ void Wgmma(float (&d)[64], const uint32_t (&a)[4], ui
                  "n"(int(kTransposedB)));
   } else {
     TF_OPS_WGMMA(128, "f16", "{%64, %65, %66, %67}", "68", "%70", "69",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
-  }
-}
-template <typename T, bool kTransposedB>
-__device__ __forceinline__ void Wgmma(float (&d)[80], uint64_t a, uint64_t b, bool accumulate) {
-  if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(160, "bf16", "%80", "81", "0, %83", "82", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
-  } else {
-    TF_OPS_WGMMA(160, "f16", "%80", "81", "0, %83", "82", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
-  }
-}
-template <typename T, bool kTransposedB>
-__device__ __forceinline__ void Wgmma(float (&d)[80], const uint32_t (&a)[4], uint64_t b,
-                                      bool accumulate) {
-  if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(160, "bf16", "{%80, %81, %82, %83}", "84", "%86", "85",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
-  } else {
-    TF_OPS_WGMMA(160, "f16", "{%80, %81, %82, %83}", "84", "%86", "85",
                  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
                  "n"(int(kTransposedB)));
   }
@@ -313,8 +320,8 @@ __device__ __forceinline__ void Wgmma(float (&d)[128], const uint32_t (&a)[4], u
 #undef TF_OPS_OUT80
 #undef TF_OPS_LIST128
 #undef TF_OPS_OUT128
-#undef TF_OPS_LIST160
-#undef TF_OPS_OUT160
+#undef TF_OPS_LIST96
+#undef TF_OPS_OUT96
 #undef TF_OPS_LIST256
 #undef TF_OPS_OUT256
 

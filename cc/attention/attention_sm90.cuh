@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the forward and backward kernels for sm_90a share.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cc/attention/attention_sm90.h"
+#include "cc/common/hopper.cuh"
+
+namespace tf_ops {
+
+// How many heads to work on at a time: as many as leave half of an H100's L2 of 50 MB free.
+inline int HeadsPerGroup(int64_t bytes_per_head, int64_t heads) {
+  const int64_t fit = (int64_t{24} << 20) / std::max<int64_t>(bytes_per_head, 1);
+  return int(std::min(std::max<int64_t>(fit, 1), heads));
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+// How many queries and keys of a batch row are valid, and how far a query sees.
+struct Sm90Visibility {
+  int queries, keys;
+  int diagonal;  // query i sees the keys below min(keys, i + diagonal)
+
+  __device__ Sm90Visibility(const AttentionProblem& p, int batch) {
+    const auto length = [&](const int32_t* lengths, int size) {
+      return lengths ? min(max(lengths[batch], 0), size) : size;
+    };
+    queries = length(p.query_seq_lengths, int(p.seq_q));
+    keys = length(p.key_value_seq_lengths, int(p.seq_k));
+    diagonal = !p.is_causal ? keys : p.bottom_right ? keys - queries + 1 : 1;
+  }
+  __device__ int Limit(int query) const { return min(keys, query + diagonal); }
+};
+
+// The tiles of one block. Every other round goes backwards through the blocks, so that no block
+// always has the longest tile of a round.
+struct TileSchedule {
+  int round = 0;
+  __device__ __forceinline__ int Next() {
+    const int blocks = gridDim.x, block = blockIdx.x;
+    const int index = round * blocks + (round % 2 ? blocks - 1 - block : block);
+    ++round;
+    return index;
+  }
+};
+
+// The stage of the ring that comes next, and the parity of its phase.
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+  template <int kStages>
+  __device__ __forceinline__ void Advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ uint32_t Pack(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, bf16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Copies `rows` rows of one head, kDim columns wide, into swizzled panels; `full` expects them.
+template <int kDim, typename T>
+__device__ __forceinline__ void LoadPanels(T* to, int rows, const CUtensorMap& map, uint64_t* full,
+                                           int head, int first_row, int batch) {
+#pragma unroll
+  for (int panel = 0; panel < kDim / kPanelCols; ++panel) {
+    TmaLoad(to + panel * rows * kPanelCols, map, full, panel * kPanelCols, head, first_row, batch);
+  }
+}
+
+// The other way, 64 rows of a tile that has `rows`.
+template <int kDim, typename T>
+__device__ __forceinline__ void StorePanels(const CUtensorMap& map, const T* from, int rows,
+                                            int head, int first_row, int batch) {
+#pragma unroll
+  for (int panel = 0; panel < kDim / kPanelCols; ++panel) {
+    TmaStore(map, from + panel * rows * kPanelCols, panel * kPanelCols, head, first_row, batch);
+  }
+}
+
+// Zeroes up to 64 rows of one head of a [batch, size, heads, dim] tensor, by 128 threads.
+template <typename T>
+__device__ __forceinline__ void ZeroRows(void* tensor, int64_t batch, int64_t size, int64_t heads,
+                                         int64_t dim, int head, int first_row) {
+  for (int row = first_row; row < min(first_row + 64, int(size)); ++row) {
+    T* to = static_cast<T*>(tensor) + ((batch * size + row) * heads + head) * dim;
+    for (int i = threadIdx.x % 128; i < dim; i += 128) to[i] = T(0.0f);
+  }
+}
+
+// Whether every lane's values are finite: sets the flag of the warp's 16 rows if not. `row` is
+// the first of them in lane 0, `flags` those of this head, or null.
+template <int kSize>
+__device__ __forceinline__ void FlagNonFinite(const float (&d)[kSize], uint8_t* flags, int row,
+                                              int64_t size) {
+  if (!flags) return;
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) finite = finite && fabsf(d[i]) <= 3.4e38f;
+  finite = __all_sync(0xffffffff, finite);
+  if (threadIdx.x % 32 == 0 && row < size) flags[row / 16] = !finite;
+}
+
+// Writes an accumulator of 64 x kDim to `rows`, the thread's first row of panels that have
+// `panel_bytes` each, in their swizzle.
+template <typename T, int kDim>
+__device__ __forceinline__ void WritePanels(const float (&d)[kDim / 2], char* rows, int panel_bytes,
+                                            int lane) {
+#pragma unroll
+  for (int i = 0; i < kDim / 4; ++i) {
+    const int group = i / 2, below = i % 2;  // eight columns; the row, or the one 8 below
+    const int swizzled = (group % 8 ^ lane / 4) * 16 + lane % 4 * 4;
+    *reinterpret_cast<uint32_t*>(rows + group / 8 * panel_bytes + below * 8 * kPanelRowBytes +
+                                 swizzled) = Pack<T>(d[2 * i], d[2 * i + 1]);
+  }
+  FenceAsyncProxy();
+}
+
+// The accumulator of a product, as the A operand of the next one.
+template <typename T, int kSize>
+__device__ __forceinline__ void PackOperand(const float (&d)[kSize],
+                                            uint32_t (&a)[kSize / 8][4]) {
+#pragma unroll
+  for (int i = 0; i < kSize / 2; ++i) a[i / 4][i % 4] = Pack<T>(d[2 * i], d[2 * i + 1]);
+}
+
+}  // namespace tf_ops
