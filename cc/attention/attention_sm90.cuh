@@ -103,17 +103,20 @@ __device__ __forceinline__ void ZeroRows(void* tensor, int64_t batch, int64_t si
   }
 }
 
-// Whether every lane's values are finite: sets the flag of the warp's 16 rows if not. `row` is
-// the first of them in lane 0, `flags` those of this head, or null.
+// Sets the flag of the warp's 16 rows to whether a value is not finite, or, with or_flag, was not
+// before. `row` is the first of them in lane 0, `flags` those of this head, or null.
 template <int kSize>
 __device__ __forceinline__ void FlagNonFinite(const float (&d)[kSize], uint8_t* flags, int row,
-                                              int64_t size) {
+                                              int64_t size, bool or_flag = false) {
   if (!flags) return;
-  bool finite = true;
+  // 0 times a finite number adds nothing; four sums, for one would be a long chain.
+  float sums[4] = {};
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) finite = finite && fabsf(d[i]) <= 3.4e38f;
-  finite = __all_sync(0xffffffff, finite);
-  if (threadIdx.x % 32 == 0 && row < size) flags[row / 16] = !finite;
+  for (int i = 0; i < kSize; ++i) sums[i % 4] = fmaf(d[i], 0.0f, sums[i % 4]);
+  const bool finite = __all_sync(0xffffffff, sums[0] + sums[1] + sums[2] + sums[3] == 0.0f);
+  if (threadIdx.x % 32 == 0 && row < size) {
+    flags[row / 16] = !finite || (or_flag && flags[row / 16]);
+  }
 }
 
 // Writes an accumulator of 64 x kDim to `rows`, the thread's first row of panels that have

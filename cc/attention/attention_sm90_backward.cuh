@@ -314,15 +314,7 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= p.scale;
     FlagNonFinite(dk, flags, tile.first_row + row_in_tile, p.seq_k);
-    // dk's verdict stands if dv's is no worse.
-    if (flags) {
-      bool finite = true;
-#pragma unroll
-      for (int i = 0; i < kHeadDim / 2; ++i) finite = finite && fabsf(dv[i]) <= 3.4e38f;
-      if (!__all_sync(0xffffffff, finite) && lane == 0 && tile.first_row + row_in_tile < p.seq_k) {
-        flags[(tile.first_row + row_in_tile) / 16] = 1;
-      }
-    }
+    FlagNonFinite(dv, flags, tile.first_row + row_in_tile, p.seq_k, true);
     WritePanels<T, kHeadDim>(
         dk, reinterpret_cast<char*>(shared.k) + row_in_tile * kPanelRowBytes, kKeyPanel, lane);
     WritePanels<T, kHeadDim>(
