@@ -136,7 +136,5 @@ Status DotProductAttentionBiasGrad(Cpu, TensorView doutput, TensorView dlse, Ten
 #define ARGS TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, float, float, bool, bool
 int64_t DotProductAttentionGradCpuWorkspace(ARGS) { return 0; }
 int64_t DotProductAttentionBiasGradCpuWorkspace(ARGS) { return 0; }
-int64_t DotProductAttentionGradGpuWorkspace(ARGS) { return 0; }
-int64_t DotProductAttentionBiasGradGpuWorkspace(ARGS) { return 0; }
 
 }  // namespace tf_ops
