@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 
 #include "cc/attention/attention_sm90.h"
@@ -103,20 +104,52 @@ __device__ __forceinline__ void ZeroRows(void* tensor, int64_t batch, int64_t si
   }
 }
 
-// Sets the flag of the warp's 16 rows to whether a value is not finite, or, with or_flag, was not
-// before. `row` is the first of them in lane 0, `flags` those of this head, or null.
-template <int kSize>
-__device__ __forceinline__ void FlagNonFinite(const float (&d)[kSize], uint8_t* flags, int row,
-                                              int64_t size, bool or_flag = false) {
-  if (!flags) return;
-  // 0 times a finite number adds nothing; four sums, for one would be a long chain.
-  float sums[4] = {};
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) sums[i % 4] = fmaf(d[i], 0.0f, sums[i % 4]);
-  const bool finite = __all_sync(0xffffffff, sums[0] + sums[1] + sums[2] + sums[3] == 0.0f);
-  if (threadIdx.x % 32 == 0 && row < size) {
-    flags[row / 16] = !finite || (or_flag && flags[row / 16]);
+// 0 times NaN is NaN: a value that some rows of a product do not see must not be NaN or Inf when
+// the product is formed. Zeroes such entries of a tile in shared memory, and notes in nearest[c]
+// of each column c the visible-most row that had one: the first, or the last where !kFirst, among
+// the first valid_rows. All kThreads consumer threads call it; all are told whether any was found.
+template <bool kFirst>
+constexpr int kNoRow = kFirst ? INT_MAX : -1;
+
+template <int kRows, int kDim, int kThreads, bool kFirst, typename T>
+__device__ __forceinline__ bool ClearNonFinite(T* tile, int* nearest, int valid_rows) {
+  constexpr uint32_t kExponents = std::is_same_v<T, bf16> ? 0x7f807f80 : 0x7c007c00;
+  constexpr uint32_t kLowestBits = std::is_same_v<T, bf16> ? 0x00800080 : 0x04000400;
+  const auto overflows = [](uint32_t pair) {  // sign bits of those whose exponent is all ones
+    return ((pair & kExponents) + kLowestBits) & 0x80008000;
+  };
+  bool found = false;
+#pragma unroll 4
+  for (int i = threadIdx.x - 128; i < kRows * kDim / 8; i += kThreads) {
+    uint4* const chunk = reinterpret_cast<uint4*>(tile) + i;
+    const uint4 x = *chunk;
+    if (!(overflows(x.x) | overflows(x.y) | overflows(x.z) | overflows(x.w))) continue;
+    found = true;
+    const int row = i / 8 % kRows, column = i / 8 / kRows * kPanelCols + (i % 8 ^ row % 8) * 8;
+    T* const entries = reinterpret_cast<T*>(chunk);
+#pragma unroll 1
+    for (int c = 0; c < 8; ++c) {
+      if (fabsf(float(entries[c])) <= 3.4e38f) continue;
+      entries[c] = T(0.0f);
+      if (row >= valid_rows) continue;
+      kFirst ? atomicMin(nearest + column + c, row) : atomicMax(nearest + column + c, row);
+    }
   }
+  if (found) FenceAsyncProxy();
+  return NamedBarrierOr(8, kThreads, found);
+}
+
+// Gives NaN to the results of the rows that see one: sees(r, nearest) of the thread's row r.
+template <int kDim, int kThreads, bool kFirst, typename Sees>
+__device__ __forceinline__ void SpreadNonFinite(float (&d)[kDim / 2], int* nearest, Sees sees) {
+#pragma unroll
+  for (int i = 0; i < kDim / 2; ++i) {
+    const int row = nearest[i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2];
+    if (row != kNoRow<kFirst> && sees(i / 2 % 2, row)) d[i] = NAN;
+  }
+  NamedBarrierSync(8, kThreads);
+  for (int i = threadIdx.x - 128; i < kDim; i += kThreads) nearest[i] = kNoRow<kFirst>;
+  NamedBarrierSync(8, kThreads);
 }
 
 // Writes an accumulator of 64 x kDim to `rows`, the thread's first row of panels that have

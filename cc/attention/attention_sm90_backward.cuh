@@ -24,7 +24,6 @@ struct Sm90BackwardArguments {
   AttentionProblem problem;
   const float *lse_log2, *delta;  // [batch, heads, padded_queries]
   void *dquery, *dkey, *dvalue;
-  uint8_t *query_flags, *key_flags;  // as in the forward pass; one for 16 rows
   int padded_queries;
   int row_blocks, tiles, heads_per_group;
 };
@@ -39,6 +38,7 @@ struct Sm90KeyValueGrad {
     float lse[kStages][kQueries], delta[kStages][kQueries];
     uint64_t full_kv, empty_kv, full_out[2];
     uint64_t full_q[kStages], full_do[kStages], empty[kStages];
+    int nearest_q[kHeadDim], nearest_do[kHeadDim];
   };
 };
 
@@ -52,6 +52,7 @@ struct Sm90QueryGrad {
     T k[kStages][kKeys * kHeadDim], v[kStages][kKeys * kHeadDim];
     uint64_t full_q, empty_q, full_out[2];
     uint64_t full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
+    int nearest[kHeadDim];
   };
 };
 
@@ -221,14 +222,10 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
     const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim>(a, index);
-    const int64_t batch_head = int64_t{tile.batch} * p.kv_heads + tile.head;
-    uint8_t* flags = a.key_flags ? a.key_flags + batch_head * ((p.seq_k + 15) / 16) : nullptr;
     if (tile.steps_per_head == 0) {
       const int row = tile.first_row + 64 * consumer;
       ZeroRows<T>(a.dkey, tile.batch, p.seq_k, p.kv_heads, p.head_dim, tile.head, row);
       ZeroRows<T>(a.dvalue, tile.batch, p.seq_k, p.kv_heads, p.value_dim, tile.head, row);
-      const int thread_row = row + int(threadIdx.x) % 128;
-      if (flags && threadIdx.x % 128 < 64 && thread_row < p.seq_k) flags[thread_row / 16] = 0;
       continue;
     }
     // A thread's two keys are seen by the queries from first_visible on.
@@ -238,8 +235,12 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
       const int key = tile.first_row + row_in_tile + 8 * r;
       first_visible[r] = key < tile.keys ? key - tile.diagonal + 1 : tile.queries;
     }
-    const int last_key = tile.first_row + 64 * consumer + 63;
-    const int all_visible = last_key < tile.keys ? last_key - tile.diagonal + 1 : tile.queries;
+    // From this query on, all keys of a range are seen: the consumer's 64, the tile's 128.
+    const auto all_visible_from = [&](int last_key) {
+      return last_key < tile.keys ? last_key - tile.diagonal + 1 : tile.queries;
+    };
+    const int all_visible = all_visible_from(tile.first_row + 64 * consumer + 63);
+    const int tile_all_visible = all_visible_from(tile.first_row + Config::kKeys - 1);
 
     BarrierWait(&shared.full_kv, tile_parity);
     tile_parity ^= 1;
@@ -277,6 +278,17 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
         }
       }
       PackOperand<T>(s, p_operand);
+      // Where some key is not seen by all queries, both operands of the next products are cleared
+      // of NaN and Inf, once both consumers have read them.
+      bool cleared_do = false, cleared_q = false;
+      if (query < tile_all_visible || query + Config::kQueries > tile.queries) {
+        WgmmaWait<0>();
+        NamedBarrierSync(8, 256);
+        cleared_do = ClearNonFinite<Config::kQueries, kHeadDim, 256, false>(
+            shared.d_o[at.stage], shared.nearest_do, tile.queries - query);
+        cleared_q = ClearNonFinite<Config::kQueries, kHeadDim, 256, false>(
+            shared.q[at.stage], shared.nearest_q, tile.queries - query);
+      }
       Pin(dv);
       WgmmaFence();
       add_over_queries(dv, p_operand, shared.d_o[at.stage], step > 0);
@@ -304,6 +316,9 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
       WgmmaWait<0>();
       Pin(dk);
       Pin(dv);
+      const auto sees = [&](int r, int row) { return query + row >= first_visible[r]; };
+      if (cleared_do) SpreadNonFinite<kHeadDim, 256, false>(dv, shared.nearest_do, sees);
+      if (cleared_q) SpreadNonFinite<kHeadDim, 256, false>(dk, shared.nearest_q, sees);
       release(&shared.empty[at.stage]);
       at.Advance<Config::kStages>();
       query += Config::kQueries;
@@ -313,8 +328,6 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
     }
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= p.scale;
-    FlagNonFinite(dk, flags, tile.first_row + row_in_tile, p.seq_k);
-    FlagNonFinite(dv, flags, tile.first_row + row_in_tile, p.seq_k, true);
     WritePanels<T, kHeadDim>(
         dk, reinterpret_cast<char*>(shared.k) + row_in_tile * kPanelRowBytes, kKeyPanel, lane);
     WritePanels<T, kHeadDim>(
@@ -337,6 +350,9 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
   extern __shared__ char memory[];
   auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
       (reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
+  if (threadIdx.x < kHeadDim) {
+    shared.nearest_q[threadIdx.x] = shared.nearest_do[threadIdx.x] = kNoRow<false>;
+  }
   if (threadIdx.x == 0) {
     BarrierInit(&shared.full_kv, 1);
     BarrierInit(&shared.empty_kv, 1);
@@ -457,12 +473,9 @@ __device__ __forceinline__ void ConsumeQueryGrad(
   for (int index; (index = schedule.Next()) < a.tiles;) {
     const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
     const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
-    uint8_t* flags = a.query_flags ? a.query_flags + batch_head * ((p.seq_q + 15) / 16) : nullptr;
     if (tile.blocks == 0) {
       const int row = tile.first_row + 64 * consumer;
       ZeroRows<T>(a.dquery, tile.batch, p.seq_q, p.heads, p.head_dim, tile.head, row);
-      const int thread_row = row + int(threadIdx.x) % 128;
-      if (flags && threadIdx.x % 128 < 64 && thread_row < p.seq_q) flags[thread_row / 16] = 0;
       continue;
     }
     float lse[2], delta[2];
@@ -474,9 +487,13 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       delta[r] = a.delta[batch_head * a.padded_queries + row];
       limit[r] = row < tile.queries ? tile.Limit(row) : 0;
     }
+    // Key blocks that all of a range of rows see: the consumer's 64, the tile's 128.
+    const auto seen_by_all = [&](int first, int last) {
+      return last < tile.queries ? max(tile.Limit(first), 0) / Config::kKeys : 0;
+    };
     const int first_row = tile.first_row + 64 * consumer;
-    const int full_blocks =
-        first_row + 63 < tile.queries ? max(tile.Limit(first_row), 0) / Config::kKeys : 0;
+    const int full_blocks = seen_by_all(first_row, first_row + 63);
+    const int tile_full_blocks = seen_by_all(tile.first_row, tile.first_row + 127);
 
     BarrierWait(&shared.full_q, tile_parity);
     tile_parity ^= 1;
@@ -515,6 +532,12 @@ __device__ __forceinline__ void ConsumeQueryGrad(
         }
       }
       PackOperand<T>(dp, ds_operand);
+      bool cleared = false;
+      if (j >= tile_full_blocks) {
+        NamedBarrierSync(8, 256);  // both consumers have their scores
+        cleared = ClearNonFinite<Config::kKeys, kHeadDim, 256, true>(shared.k[at.stage],
+                                                                     shared.nearest, Config::kKeys);
+      }
       Pin(dq);
       WgmmaFence();
       const uint64_t key_rows = PanelDescriptor(shared.k[at.stage], kKeyPanel);
@@ -526,12 +549,16 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       WgmmaCommit();
       WgmmaWait<0>();
       Pin(dq);
+      if (cleared) {
+        SpreadNonFinite<kHeadDim, 256, true>(dq, shared.nearest, [&](int r, int key) {
+          return j * Config::kKeys + key < limit[r];
+        });
+      }
       release(&shared.empty_k[at.stage]);
       at.Advance<Config::kStages>();
     }
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dq[i] *= p.scale;
-    FlagNonFinite(dq, flags, tile.first_row + row_in_tile, p.seq_q);
     WritePanels<T, kHeadDim>(
         dq, reinterpret_cast<char*>(shared.q) + row_in_tile * kPanelRowBytes, kQueryPanel, lane);
     __syncwarp();
@@ -551,6 +578,7 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
   extern __shared__ char memory[];
   auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
       (reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
+  if (threadIdx.x < kHeadDim) shared.nearest[threadIdx.x] = kNoRow<true>;
   if (threadIdx.x == 0) {
     BarrierInit(&shared.full_q, 1);
     BarrierInit(&shared.empty_q, 1);
@@ -610,7 +638,7 @@ __global__ void __launch_bounds__(256)
 template <typename T, int kHeadDim>
 Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output, const T* doutput,
                              const float* lse, const float* dlse, T* dquery, T* dkey, T* dvalue,
-                             float* row_terms, uint8_t* query_flags, uint8_t* key_flags) {
+                             float* row_terms) {
   using KeyValueConfig = Sm90KeyValueGrad<kHeadDim>;
   using QueryConfig = Sm90QueryGrad<kHeadDim>;
   const int64_t padded_queries = Sm90PaddedQueries(p);
@@ -638,7 +666,7 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output
       MakeTensorMap<T>(dvalue, p.value_dim, p.kv_heads, p.seq_k, p.batch, 64, &dvalue_64);
   if (!mapped) return Internal("dot_product_attention: cuTensorMapEncodeTiled failed");
 
-  Sm90BackwardArguments a{p, row_terms, delta, dquery, dkey, dvalue, query_flags, key_flags};
+  Sm90BackwardArguments a{p, row_terms, delta, dquery, dkey, dvalue};
   a.padded_queries = int(padded_queries);
   const int64_t row_bytes = (p.head_dim + p.value_dim) * int64_t{sizeof(T)};
   const auto launch = [&](auto* kernel, int shared_bytes, int64_t heads, int64_t rows,

@@ -39,6 +39,7 @@ struct Sm90Forward {
     T v[kStages][kBlockN * kHeadDim];
     uint64_t full_q[kQueryStages], empty_q[kQueryStages], full_o[kConsumers];
     uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
+    int nearest[kHeadDim];
   };
   template <typename T>
   static constexpr int kSharedBytes = sizeof(Shared<T>) + 1024;  // to align it
@@ -48,7 +49,6 @@ struct Sm90ForwardArguments {
   AttentionProblem problem;
   void* output;
   float* lse;
-  uint8_t* flags;
   int query_blocks, tiles, heads_per_group;
 };
 
@@ -192,8 +192,6 @@ __device__ __forceinline__ void FinishForward(const Sm90ForwardArguments& a, con
       o[i + 1] = empty ? 0.0f : o[i + 1] * inverse;
     }
   }
-  FlagNonFinite(o, a.flags ? a.flags + batch_head * ((p.seq_q + 15) / 16) : nullptr,
-                tile.first_row + row_in_tile, p.seq_q);
 }
 
 template <typename T, int kHeadDim>
@@ -256,6 +254,19 @@ __device__ __forceinline__ void ConsumeForward(
     release(&shared.full_o[consumer]);
   };
 
+  // Whether V of block j holds NaN or Inf, where some row of the tile does not see all of it.
+  constexpr int kConsumerThreads = 128 * Config::kConsumers;
+  const auto clear_values = [&](const Sm90Tile& tile, int j, int stage) {
+    if (j < max(tile.Limit(tile.first_row), 0) / kBlockN) return false;
+    return ClearNonFinite<kBlockN, kHeadDim, kConsumerThreads, true>(shared.v[stage],
+                                                                     shared.nearest, kBlockN);
+  };
+  const auto spread = [&](const Sm90Tile& tile, int j) {
+    SpreadNonFinite<kHeadDim, kConsumerThreads, true>(o, shared.nearest, [&](int r, int key) {
+      return j * kBlockN + key < tile.Limit(tile.first_row + row_in_tile + 8 * r);
+    });
+  };
+
   // The next tile that sees a key; one that sees none is zeroed on the way.
   TileSchedule schedule;
   const auto next_tile = [&](Sm90Tile* tile) {
@@ -268,7 +279,6 @@ __device__ __forceinline__ void ConsumeForward(
       const int row = first_row + int(threadIdx.x) % 128;
       if (threadIdx.x % 128 < 64 && row < p.seq_q) {
         a.lse[batch_head * p.seq_q + row] = -INFINITY;
-        if (a.flags) a.flags[batch_head * ((p.seq_q + 15) / 16) + row / 16] = 0;
       }
     }
     return false;
@@ -296,6 +306,7 @@ __device__ __forceinline__ void ConsumeForward(
       // Both waits come first: between the products they would make ptxas serialise them.
       BarrierWait(&shared.full_k[at.stage], at.parity);
       BarrierWait(&shared.full_v[last.stage], last.parity);
+      const bool cleared = clear_values(tile, j + 1, last.stage);
       wait_turn();
       Pin(s);
       Pin(o);
@@ -311,17 +322,20 @@ __device__ __forceinline__ void ConsumeForward(
       WgmmaWait<0>();
       Pin(o);
       release(&shared.empty_v[last.stage]);
+      if (cleared) spread(tile, j + 1);
       PackOperand<T>(s, probabilities);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= rescale[i / 2 % 2];
     }
     BarrierWait(&shared.full_v[at.stage], at.parity);
+    const bool cleared = clear_values(tile, 0, at.stage);
     Pin(o);
     WgmmaFence();
     add_values(at.stage, tile.blocks > 1);
     more = next_tile(&next);  // here, for its divisions and loads take long
     WgmmaWait<0>();
     Pin(o);
+    if (cleared) spread(tile, 0);
     release(&shared.empty_v[at.stage]);
     at.Advance<Config::kStages>();
 
@@ -343,6 +357,7 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
   extern __shared__ char memory[];
   auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
       (reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
+  if (threadIdx.x < kHeadDim) shared.nearest[threadIdx.x] = kNoRow<true>;
   if (threadIdx.x == 0) {
     TmaPrefetchDescriptor(query_map);
     TmaPrefetchDescriptor(key_map);
@@ -377,8 +392,8 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
 }
 
 template <typename T, int kHeadDim>
-Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output, float* lse,
-                            uint8_t* flags) {
+Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output,
+                            float* lse) {
   using Config = Sm90Forward<kHeadDim>;
   CUtensorMap query_map, key_map, value_map, output_map;
   if (!MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, Config::kBlockM,
@@ -390,7 +405,7 @@ Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output, float
       !MakeTensorMap<T>(output, p.value_dim, p.heads, p.seq_q, p.batch, 64, &output_map)) {
     return Internal("dot_product_attention: cuTensorMapEncodeTiled failed");
   }
-  Sm90ForwardArguments a{p, output, lse, flags};
+  Sm90ForwardArguments a{p, output, lse};
   a.query_blocks = int((p.seq_q + Config::kBlockM - 1) / Config::kBlockM);
   a.tiles = int(p.batch * p.heads) * a.query_blocks;
   a.heads_per_group =

@@ -57,6 +57,18 @@ __device__ __forceinline__ void NamedBarrierArrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// Also tells all of them whether any said yes.
+__device__ __forceinline__ bool NamedBarrierOr(int number, int threads, bool yes) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred mine, all;\nsetp.ne.u32 mine, %1, 0;\n"
+      "barrier.cta.red.or.pred all, %2, %3, mine;\nselp.u32 %0, 1, 0, all;\n}"
+      : "=r"(any)
+      : "r"(uint32_t(yes)), "r"(number), "r"(threads)
+      : "memory");
+  return any;
+}
+
 // ---- TMA: one thread copies a box of a rank-4 tensor; the bytes arrive at the barrier.
 
 __device__ __forceinline__ void TmaLoad(void* shared, const CUtensorMap& map, uint64_t* barrier,
