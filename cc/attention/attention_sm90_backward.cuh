@@ -181,7 +181,9 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
     typename Sm90KeyValueGrad<kHeadDim>::template Shared<T>& shared) {
   using Config = Sm90KeyValueGrad<kHeadDim>;
   const AttentionProblem& p = a.problem;
-  const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  // The shuffle tells the compiler that the number is the same in all lanes.
+  const int consumer = __shfl_sync(0xffffffff, threadIdx.x / 128, 0) - 1;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int row_in_tile = 64 * consumer + 16 * warp + lane / 4;
   const int group_size = int(p.heads / p.kv_heads);
   const float scale_log2 = p.scale * kLog2E;
@@ -366,14 +368,14 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    RegistersDown<24>();
+    RegistersDown<kHeadDim <= 64 ? 40 : 24>();
     if (threadIdx.x == 0) {
       ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, shared);
     } else if (threadIdx.x == 32) {
       StoreKeyValueGrad<T, kHeadDim>(a, dkey_map, dvalue_map, shared);
     }
   } else {
-    RegistersUp<240>();
+    RegistersUp<kHeadDim <= 64 ? 232 : 240>();
     ConsumeKeyValueGrad<T, kHeadDim>(a, shared);
   }
 }
@@ -443,7 +445,9 @@ __device__ __forceinline__ void ConsumeQueryGrad(
     const Sm90BackwardArguments& a, typename Sm90QueryGrad<kHeadDim>::template Shared<T>& shared) {
   using Config = Sm90QueryGrad<kHeadDim>;
   const AttentionProblem& p = a.problem;
-  const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  // The shuffle tells the compiler that the number is the same in all lanes.
+  const int consumer = __shfl_sync(0xffffffff, threadIdx.x / 128, 0) - 1;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int row_in_tile = 64 * consumer + 16 * warp + lane / 4;
   const float scale_log2 = p.scale * kLog2E;
   const auto release = [&](uint64_t* barrier) {

@@ -200,7 +200,9 @@ __device__ __forceinline__ void ConsumeForward(
   using Config = Sm90Forward<kHeadDim>;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   const AttentionProblem& p = a.problem;
-  const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  // The shuffle tells the compiler that the number is the same in all lanes.
+  const int consumer = __shfl_sync(0xffffffff, threadIdx.x / 128, 0) - 1;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const float scale_log2 = p.scale * kLog2E;
 
   // The consumers take turns: barrier 1 + c is consumer c's permission to issue.
