@@ -31,6 +31,10 @@ struct AttentionPairs {
     k_len = SeqLength(p.key_value_seq_lengths, b, p.seq_k);
     offset = !p.is_causal ? 1 << 30 : p.bottom_right ? k_len - q_len : 0;
     inverse_cap = 1.0f / p.soft_cap;
+    SetHead(b, h);
+  }
+
+  __device__ void SetHead(int64_t b, int64_t h) {
     mask = p.mask ? p.mask + b * p.mask_strides[0] + h * p.mask_strides[1] : nullptr;
     bias = p.bias ? static_cast<const T*>(p.bias) + b * p.bias_strides[0] + h * p.bias_strides[1]
                   : nullptr;

@@ -100,24 +100,17 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
 
     const bool hides = pairs.HidesSome(q0, kRows, k0, kKeys);
     if (!plain || hides) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int i = q0 + warp_row + m * 16 + lane / 4 + e / 2 * 8;
-            const int j = k0 + n * 8 + lane % 4 * 2 + e % 2;
-            float& x = s[m][n][e];
-            float slope;
-            if (hides && !pairs.Visible(i, j)) {
-              x = -INFINITY;
-            } else if (!plain) {
-              x = pairs.Score(x, i, j, &slope);
-            }
-          }
+      const int i0 = Opaque(q0 + warp_row + lane / 4), j0 = k0 + lane % 4 * 2;
+      ForEachElement<kM, kKeys / 8>([&](int m, int n, int e) {
+        const int i = i0 + m * 16 + e / 2 * 8, j = j0 + n * 8 + e % 2;
+        float& x = s[m][n][e];
+        float slope;
+        if (hides && !pairs.Visible(i, j)) {
+          x = -INFINITY;
+        } else if (!plain) {
+          x = pairs.Score(x, i, j, &slope);
         }
-      }
+      });
     }
 
 #pragma unroll
@@ -162,10 +155,10 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
     }
     MultiplyColumns<T, kDim>(o, weights, values, 0);
     if (poisoned) {
-      AddNonFinite<T, kDim>(o, weights, value + k0 * value_stride, value_stride, value_dim,
-                            pairs.k_len - k0, [&](int row, int k) {
-                              return pairs.Visible(q0 + warp_row + row, k0 + k);
-                            });
+      const int i0 = Opaque(q0 + warp_row);
+      AddNonFinite<T, kDim>(
+          o, weights, value + k0 * value_stride, value_stride, value_dim, pairs.k_len - k0,
+          [&](int row, int k) { return pairs.Visible(i0 + row, k0 + k); });
     }
   }
 

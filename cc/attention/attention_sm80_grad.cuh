@@ -36,34 +36,34 @@ struct BiasGradShape {
   static constexpr int kSharedBytes = (kRows + kKeys) * 2 * kDim * 2;
 };
 
-// From a product and dp = do . v of query i and key j: p, and the gradient ds of the score
-// before the bias, over the slope of the cap.
+// From a product s and dp = do . v of query i and key j: p in place of s, and in place of dp the
+// gradient of the product over scale, or of the score.
 template <typename T>
 struct PairGrad {
   const AttentionPairs<T>& pairs;
-  bool plain, hides;
-  float factor;
+  const bool plain;
+  const float factor;  // scores in base 2 are so many times a product, or of Score()
 
   __device__ explicit PairGrad(const AttentionPairs<T>& pairs)
       : pairs(pairs),
         plain(pairs.IsPlain()),
-        hides(false),
         factor(plain ? pairs.p.scale * kLog2e : 1.0f) {}
 
-  __device__ void operator()(float& s, float& dp, const AttentionRow& row, int i, int j,
-                             bool before_cap) const {
-    if (plain && !hides) {
-      s = Exp2(fmaf(s, factor, -row.lse));
-      dp = s * (dp - row.delta);
-    } else if (hides && !pairs.Visible(i, j)) {
+  // Of a plain and visible pair.
+  __device__ void Plain(float& s, float& dp, const AttentionRow& row) const {
+    s = Exp2(fmaf(s, factor, -row.lse));
+    dp = s * (dp - row.delta);
+  }
+  __device__ void General(float& s, float& dp, const AttentionRow& row, int i, int j,
+                          bool of_score) const {
+    float slope = 1.0f;
+    if (!pairs.Visible(i, j)) {
       s = dp = 0.0f;
-    } else {
-      float slope = 1.0f;
-      if (!plain) s = pairs.Score(s, i, j, &slope);
-      s = Exp2(fmaf(s, factor, -row.lse));
-      dp = s * (dp - row.delta);
-      if (before_cap) dp *= slope;
+      return;
     }
+    if (!plain) s = pairs.Score(s, i, j, &slope);
+    Plain(s, dp, row);
+    if (!of_score) dp *= slope;
   }
 };
 
@@ -96,9 +96,10 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
   float dk[kDKey ? kM : 1][kDim / 8][4] = {};
   float dv[kDValue ? kM : 1][kDim / 8][4] = {};
 
-  const AttentionPairs<T> any_head(p, b, 0);  // of all heads, but for bias and mask
-  const int k_len = any_head.k_len, q_len = any_head.q_len;
-  const int first = any_head.QueryBegin(j0) / kQueries * kQueries;
+  AttentionPairs<T> pairs(p, b, 0);
+  const PairGrad<T> pair_grad(pairs);
+  const int k_len = pairs.k_len, q_len = pairs.q_len;
+  const int first = pairs.QueryBegin(j0) / kQueries * kQueries;
   const int per_head = j0 < k_len ? max(0, (q_len - first + kQueries - 1) / kQueries) : 0;
   const int count = per_head * group;
 
@@ -138,9 +139,8 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
     if (stages == 2 && n + 1 < count) load(n + 1);
     const int64_t h = kv_h * group + n / per_head;
     const int i0 = first + n % per_head * kQueries;
-    const AttentionPairs<T> pairs(p, b, h);
-    PairGrad<T> pair_grad(pairs);
-    pair_grad.hides = pairs.HidesSome(i0, kQueries, j0, kKeys);
+    pairs.SetHead(b, h);
+    const bool hides = pairs.HidesSome(i0, kQueries, j0, kKeys);
     T* const tile_q = streamed + n % stages * 2 * kQueries * kDim;
     T* const tile_do = tile_q + kQueries * kDim;
     const AttentionRow* const tile_rows = streamed_rows + n % stages * kQueries;
@@ -150,19 +150,19 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
       float s[kM][kN][4] = {}, ds[kM][kN][4] = {};
       MultiplyRows<T, kDim>(s, keys, warp_row, tile_q, step);
       if constexpr (kDKey) MultiplyRows<T, kDim>(ds, values, warp_row, tile_do, step);
-#pragma unroll
-      for (int c = 0; c < kN; ++c) {
-        const float4 two = *reinterpret_cast<const float4*>(tile_rows + step + c * 8 + lane % 4 * 2);
-        const AttentionRow query_rows[2] = {{two.x, two.y}, {two.z, two.w}};
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            pair_grad(s[m][c][e], ds[m][c][e], query_rows[e % 2],
-                      i0 + step + c * 8 + lane % 4 * 2 + e % 2,
-                      j0 + warp_row + m * 16 + lane / 4 + e / 2 * 8, true);
-          }
-        }
+      const auto row_of = [&](int c, int e) {
+        return tile_rows[step + c * 8 + lane % 4 * 2 + e % 2];
+      };
+      if (pair_grad.plain && !hides) {
+        ForEachElement<kM, kN>([&](int m, int c, int e) {
+          pair_grad.Plain(s[m][c][e], ds[m][c][e], row_of(c, e));
+        });
+      } else {
+        const int i = Opaque(i0 + step + lane % 4 * 2), j = j0 + warp_row + lane / 4;
+        ForEachElement<kM, kN>([&](int m, int c, int e) {
+          pair_grad.General(s[m][c][e], ds[m][c][e], row_of(c, e), i + c * 8 + e % 2,
+                            j + m * 16 + e / 2 * 8, false);
+        });
       }
 
       // 0 * NaN must not bring a query to a key that it does not see.
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
         poisoned = __syncthreads_or(found);
       }
       const auto visible = [&](int row, int k) {
-        return pairs.Visible(i0 + step + k, j0 + warp_row + row);
+        return pairs.Visible(Opaque(i0 + step) + k, j0 + warp_row + row);
       };
       if constexpr (kDValue) {
         uint32_t weights[kM][kN / 2][4];
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
   const T* const value = RowOf(static_cast<const T*>(p.value), b, p.seq_k, 0, p.kv_heads, kv_h,
                                p.value_dim);
   const AttentionPairs<T> pairs(p, b, h);
-  PairGrad<T> pair_grad(pairs);
+  const PairGrad<T> pair_grad(pairs);
 
   float dq[kM][kDim / 8][4] = {};
   AttentionRow lane_rows[kM][2];
@@ -295,18 +295,16 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
     float s[kM][kKeys / 8][4] = {}, ds[kM][kKeys / 8][4] = {};
     MultiplyRows<T, kDim>(s, queries, warp_row, tile_k, 0);
     MultiplyRows<T, kDim>(ds, upstream, warp_row, tile_k + kKeys * kDim, 0);
-    pair_grad.hides = pairs.HidesSome(i0, kRows, j0, kKeys);
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int c = 0; c < kKeys / 8; ++c) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          pair_grad(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2],
-                    i0 + warp_row + m * 16 + lane / 4 + e / 2 * 8,
-                    j0 + c * 8 + lane % 4 * 2 + e % 2, true);
-        }
-      }
+    if (pair_grad.plain && !pairs.HidesSome(i0, kRows, j0, kKeys)) {
+      ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
+        pair_grad.Plain(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2]);
+      });
+    } else {
+      const int i = Opaque(i0 + warp_row + lane / 4), j = j0 + lane % 4 * 2;
+      ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
+        pair_grad.General(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2], i + m * 16 + e / 2 * 8,
+                          j + c * 8 + e % 2, false);
+      });
     }
     uint32_t weights[kM][kKeys / 16][4];
     PackFragments<T>(weights, ds);
@@ -319,10 +317,10 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
     }
     MultiplyColumns<T, kDim>(dq, weights, tile_k, 0);
     if (poisoned) {
-      AddNonFinite<T, kDim>(dq, weights, key + j0 * key_stride, key_stride, head_dim,
-                            pairs.k_len - j0, [&](int row, int k) {
-                              return pairs.Visible(i0 + warp_row + row, j0 + k);
-                            });
+      const int i = Opaque(i0 + warp_row);
+      AddNonFinite<T, kDim>(
+          dq, weights, key + j0 * key_stride, key_stride, head_dim, pairs.k_len - j0,
+          [&](int row, int k) { return pairs.Visible(i + row, j0 + k); });
     }
     if (stages == 1 && n + 1 < count) {
       __syncthreads();
@@ -401,37 +399,22 @@ __global__ void __launch_bounds__(BiasGradShape<kDim>::kThreads)
     float s[kM][kKeys / 8][4] = {}, ds[kM][kKeys / 8][4] = {};
     MultiplyRows<T, kDim>(s, queries, warp_row, keys, 0);
     MultiplyRows<T, kDim>(ds, upstream, warp_row, values, 0);
-    PairGrad<T> pair_grad(pairs);
-    pair_grad.hides = pairs.HidesSome(i0, kRows, j0, kKeys);
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int c = 0; c < kKeys / 8; ++c) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          pair_grad(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2],
-                    i0 + warp_row + m * 16 + lane / 4 + e / 2 * 8,
-                    j0 + c * 8 + lane % 4 * 2 + e % 2, false);
-          sum[m][c][e] += ds[m][c][e];
-        }
-      }
-    }
+    const PairGrad<T> pair_grad(pairs);
+    const int i = i0 + warp_row + lane / 4, j = j0 + lane % 4 * 2;
+    ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
+      pair_grad.General(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2], i + m * 16 + e / 2 * 8,
+                        j + c * 8 + e % 2, true);
+      sum[m][c][e] += ds[m][c][e];
+    });
   }
 
   float* const result = reinterpret_cast<float*>(shared);
   static_assert(kRows * (kKeys + 1) * sizeof(float) <= Tile::kSharedBytes);
   __syncthreads();
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int c = 0; c < kKeys / 8; ++c) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        result[(warp_row + m * 16 + lane / 4 + e / 2 * 8) * (kKeys + 1) + c * 8 + lane % 4 * 2 +
-               e % 2] = sum[m][c][e];
-      }
-    }
-  }
+  ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
+    const int row = warp_row + m * 16 + lane / 4 + e / 2 * 8, column = c * 8 + lane % 4 * 2 + e % 2;
+    result[row * (kKeys + 1) + column] = sum[m][c][e];
+  });
   __syncthreads();
   tile.template Write<kRows, kKeys, T>(result, p, g);
 }

@@ -32,20 +32,46 @@ __device__ float Unpack(uint32_t bits, int i) {
   return float(value);
 }
 
+// x, of which the compiler knows nothing: what a rarely taken branch derives from it is computed
+// there, instead of being kept in registers from outside the loop.
+__device__ inline int Opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// f(i, j, e) of each element of a kM x kN fragment.
+template <int kM, int kN, typename F>
+__device__ void ForEachElement(const F& f) {
+#pragma unroll
+  for (int i = 0; i < kM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(i, j, e);
+    }
+  }
+}
+
 // The first `rows` rows of `from`, `stride` elements apart and `dim` long, to a tile of kRows x
 // kDim; zeros beyond. `aligned`: every row is 16-byte aligned. Follow with WaitForCopies.
 template <int kRows, int kDim, int kThreads, typename T>
 __device__ void LoadTile(T* tile, const T* from, int64_t stride, int dim, int rows, bool aligned) {
   constexpr int kChunks = kDim / 8, kCopies = kRows * kChunks / kThreads;
   static_assert(kRows * kChunks % kThreads == 0);
+  static_assert(kThreads % kChunks == 0);
   if (aligned) {
+    constexpr int kStep = kThreads / kChunks;  // rows between two copies of a thread
+    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    if (chunk * 8 >= dim) rows = 0;
+    const T* at = from + row * stride + chunk * 8;
+    const uint32_t to = SharedAddress(tile + Swizzled<kDim>(row, chunk));
 #pragma unroll
     for (int n = 0; n < kCopies; ++n) {
-      const int row = (n * kThreads + threadIdx.x) / kChunks;
-      const int chunk = (n * kThreads + threadIdx.x) % kChunks;
-      const bool valid = row < rows && chunk * 8 < dim;
-      CopyAsync<16>(SharedAddress(tile + Swizzled<kDim>(row, chunk)),
-                    valid ? from + row * stride + chunk * 8 : from, valid);
+      const bool valid = row + n * kStep < rows;
+      // `row` is below kStep: the rows' low bits, which permute the chunks, do not carry.
+      const uint32_t permuted = to ^ (n * kStep % 8 * 16);
+      CopyAsync<16>(permuted + n * kStep * kDim * 2, valid ? at : from, valid);
+      at += kStep * stride;
     }
     return;
   }
@@ -170,7 +196,9 @@ __device__ void AddNonFinite(float (&c)[kM][kDim / 8][4], const uint32_t (&a)[kM
         uint32_t bits = 0;
 #pragma unroll
         for (int j = 0; j < kK; ++j) {
-          if (k / 16 == j) bits = k % 16 < 8 ? a[i][j][r] : a[i][j][2 + r];
+          // By masks: conditional loads would put `a` into memory.
+          bits |= a[i][j][r] & -uint32_t(k / 8 == j * 2);
+          bits |= a[i][j][2 + r] & -uint32_t(k / 8 == j * 2 + 1);
         }
         bits = __shfl_sync(0xffffffff, bits, lane - t + k % 8 / 2);
         weight[i][r] = Unpack<T>(bits, k % 2);
