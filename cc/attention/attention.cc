@@ -158,7 +158,9 @@ int64_t DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, 
                                             TensorView, TensorView, TensorView, TensorView,
                                             TensorView, TensorView, TensorView lse, float, float,
                                             bool, bool) {
-  return 16 + lse.size() * int64_t(sizeof(AttentionRow));
+  // Whole tiles of 128 rows, as attention_sm90_backward.cuh wants them.
+  const int64_t rows = lse.dims[0] * lse.dims[1] * ((lse.dims[2] + 127) / 128 * 128);
+  return 16 + rows * int64_t(sizeof(AttentionRow));
 }
 
 int64_t DotProductAttentionBiasGradGpuWorkspace(TensorView, TensorView, TensorView query,

@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GPU launchers of attention. The kernels are in attention_sm80.cuh (float16 and bfloat16)
-// and attention_simt.cuh (float32).
+// The GPU launchers of attention, and which kernels serve a call:
+//
+//   float32                                     attention_simt.cuh
+//   float16, bfloat16                           attention_sm80.cuh
+//     on sm_90: no bias, mask or soft cap,
+//     16-byte rows; gradients: head_dim <= 128  attention_sm90_forward.cuh, _backward.cuh
+//   the gradient of the bias                    attention_simt.cuh, attention_sm80_grad.cuh
 #include "cc/attention/attention_gpu.h"
 #include "cc/attention/attention_pairs.cuh"
+#include "cc/attention/attention_sm90.h"
 
 namespace tf_ops {
 namespace {
@@ -26,11 +32,45 @@ Status DispatchKernels(DType dtype, const AttentionProblem& p, F&& f) {
   });
 }
 
+// f(T{}, std::integral_constant<int, kHeadDim>{}) for the type and the least of kDims that
+// holds both dims.
+template <int... kDims, typename F>
+Status DispatchSm90(DType dtype, const AttentionProblem& p, F&& f) {
+  const int64_t dim = std::max(p.head_dim, p.value_dim);
+  return DispatchType<half, bf16>("dot_product_attention", dtype, [&](auto zero) {
+    Status status = Internal("dot_product_attention: no kernel");
+    ((dim <= kDims && (status = f(zero, std::integral_constant<int, kDims>{}), true)) || ...);
+    return status;
+  });
+}
+
 char* AlignedData(const TensorView& workspace) {
   return reinterpret_cast<char*>(AlignedBytes(reinterpret_cast<uintptr_t>(workspace.data)));
 }
 
 }  // namespace
+
+bool ServesSm90(const AttentionProblem& p, DType dtype, int largest_head_dim,
+                std::initializer_list<const void*> data) {
+  if (!TF_OPS_SM90A || dtype == DType::kFloat32) return false;
+  if (p.bias || p.mask || p.soft_cap != 0.0f) return false;
+  if (!(p.scale > 0.0f && p.scale <= 3e38f)) return false;  // the maximum is taken unscaled
+  // The copy engine takes rows of 16-byte multiples at 16-byte addresses.
+  const int64_t dim = std::max(p.head_dim, p.value_dim);
+  if (p.head_dim == 0 || p.value_dim == 0 || p.head_dim % 8 || p.value_dim % 8) return false;
+  if (dim > largest_head_dim) return false;
+  for (const void* pointer : data) {
+    if (reinterpret_cast<uintptr_t>(pointer) % 16) return false;
+  }
+  // Rows, heads and tiles are counted in int.
+  constexpr int64_t kLimit = int64_t{1} << 30;
+  if (p.seq_q == 0 || p.seq_k == 0 || p.seq_q > kLimit || p.seq_k > kLimit) return false;
+  if (p.batch == 0 || p.heads == 0 || p.batch * p.heads > kLimit) return false;
+  const int64_t tiles = (std::max(p.seq_q, p.seq_k) + 63) / 64;
+  if (p.batch * p.heads * tiles > kLimit) return false;
+  const DeviceProperties device = CurrentDevice();
+  return device.major == 9 && device.minor == 0;
+}
 
 Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView value,
                            TensorView bias, TensorView mask, TensorView query_seq_lengths,
@@ -42,6 +82,12 @@ Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView
                                    output, lse, &p);
       !s.ok()) {
     return s;
+  }
+  if (ServesSm90(p, query.dtype, 256, {query.data, key.data, value.data, output.data})) {
+    return DispatchSm90<64, 128, 256>(query.dtype, p, [&](auto zero, auto dim) {
+      using T = decltype(zero);
+      return AttentionForwardSm90<T, dim>(gpu, p, output.as<T>(), lse.as<float>());
+    });
   }
   return DispatchKernels(query.dtype, p, [&](auto kernels) {
     return kernels.Forward(gpu, p, output.data, lse.as<float>());
@@ -60,6 +106,17 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
                                        scale, soft_cap, is_causal, bottom_right, &p);
       !s.ok()) {
     return s;
+  }
+  if (ServesSm90(p, query.dtype, 128,
+                 {query.data, key.data, value.data, doutput.data, dquery.data, dkey.data,
+                  dvalue.data})) {
+    return DispatchSm90<64, 128>(query.dtype, p, [&](auto zero, auto dim) {
+      using T = decltype(zero);
+      return AttentionBackwardSm90<T, dim>(
+          gpu, p, output.as<const T>(), doutput.as<const T>(), lse.as<const float>(),
+          dlse.present() ? dlse.as<const float>() : nullptr, dquery.as<T>(), dkey.as<T>(),
+          dvalue.as<T>(), reinterpret_cast<float*>(AlignedData(workspace)));
+    });
   }
   AttentionGradients g = {};
   g.doutput = doutput.data;

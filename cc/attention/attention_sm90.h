@@ -2,13 +2,16 @@
 // The Hopper kernels of attention, as the dispatch in attention.cu sees them.
 #pragma once
 
+#include <initializer_list>
+
 #include "cc/attention/attention.h"
 
 namespace tf_ops {
 
-// Whether the kernels below can serve the problem on this device: sm_90, float16 or bfloat16,
-// no bias, mask or soft cap, and rows that the tensor copy engine can address.
-bool ServesSm90(const AttentionProblem& problem, DType dtype, const void* output);
+// Whether these kernels were compiled and serve the problem on the current device; what they do
+// not serve, those of attention_sm80.cuh do. `data` are all 16-bit tensors of the call.
+bool ServesSm90(const AttentionProblem& problem, DType dtype, int largest_head_dim,
+                std::initializer_list<const void*> data);
 
 template <typename T, int kHeadDim>
 Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& problem, T* output, float* lse);

@@ -348,6 +348,7 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
                            const __grid_constant__ CUtensorMap doutput_map,
                            const __grid_constant__ CUtensorMap dkey_map,
                            const __grid_constant__ CUtensorMap dvalue_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Config = Sm90KeyValueGrad<kHeadDim>;
   extern __shared__ char memory[];
   auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
@@ -378,6 +379,7 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
     RegistersUp<kHeadDim <= 64 ? 232 : 240>();
     ConsumeKeyValueGrad<T, kHeadDim>(a, shared);
   }
+#endif
 }
 
 // ---- dQ
@@ -578,6 +580,7 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
                         const __grid_constant__ CUtensorMap value_map,
                         const __grid_constant__ CUtensorMap doutput_map,
                         const __grid_constant__ CUtensorMap dquery_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Config = Sm90QueryGrad<kHeadDim>;
   extern __shared__ char memory[];
   auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
@@ -607,6 +610,7 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
     RegistersUp<232>();
     ConsumeQueryGrad<T, kHeadDim>(a, shared);
   }
+#endif
 }
 
 // ---- lse and delta
@@ -683,7 +687,7 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output
         error != cudaSuccess) {
       return Internal(cudaGetErrorString(error));
     }
-    kernel<<<std::min(MultiprocessorCount(), a.tiles), kSm90BackwardThreads, shared_bytes,
+    kernel<<<std::min(CurrentDevice().multiprocessors, a.tiles), kSm90BackwardThreads, shared_bytes,
              gpu.stream>>>(a, maps...);
     return CudaStatus();
   };

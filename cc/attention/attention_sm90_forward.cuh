@@ -355,6 +355,7 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
                                const __grid_constant__ CUtensorMap key_map,
                                const __grid_constant__ CUtensorMap value_map,
                                const __grid_constant__ CUtensorMap output_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Config = Sm90Forward<kHeadDim>;
   extern __shared__ char memory[];
   auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
@@ -391,6 +392,7 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
     RegistersUp<Config::kConsumerRegisters>();
     ConsumeForward<T, kHeadDim>(a, shared);
   }
+#endif
 }
 
 template <typename T, int kHeadDim>
@@ -421,7 +423,7 @@ Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output,
       error != cudaSuccess) {
     return Internal(cudaGetErrorString(error));
   }
-  const int blocks = std::min(MultiprocessorCount(), a.tiles);
+  const int blocks = std::min(CurrentDevice().multiprocessors, a.tiles);
   kernel<<<blocks, Config::kThreads, kSharedBytes, gpu.stream>>>(a, query_map, key_map, value_map,
                                                                    output_map);
   return CudaStatus();
