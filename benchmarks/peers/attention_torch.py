@@ -570,7 +570,9 @@ def machine():
 
 
 def run_bench(library, path):
-    torch._functorch.config.donated_buffer = False
+    from torch._functorch import config
+
+    config.donated_buffer = False
     rows = []
     print(f"{'S':>6} {'D':>4} causal   pass   {'tf_ops':>7} {'flash':>7} {'cudnn':>7}  TFLOP/s")
     shapes = [(1024, 64), (4096, 64), (16384, 64), (1024, 128), (2048, 128), (4096, 128)]

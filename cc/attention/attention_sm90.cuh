@@ -105,14 +105,15 @@ __device__ __forceinline__ void ZeroRows(void* tensor, int64_t batch, int64_t si
 }
 
 // 0 times NaN is NaN: a value that some rows of a product do not see must not be NaN or Inf when
-// the product is formed. Zeroes such entries of a tile in shared memory, and notes in nearest[c]
-// of each column c the visible-most row that had one: the first, or the last where !kFirst, among
-// the first valid_rows. All kThreads consumer threads call it; all are told whether any was found.
+// the product is formed. Zeroes such entries of a tile in shared memory, and notes for each column
+// the row that most see: the first, or the last where !kFirst, among the first valid_rows, which
+// had +Inf, in nearest[0], and -Inf, in nearest[1]; NaN counts as both. All kThreads consumer
+// threads call it; all are told whether any was found.
 template <bool kFirst>
 constexpr int kNoRow = kFirst ? INT_MAX : -1;
 
 template <int kRows, int kDim, int kThreads, bool kFirst, typename T>
-__device__ __forceinline__ bool ClearNonFinite(T* tile, int* nearest, int valid_rows) {
+__device__ __forceinline__ bool ClearNonFinite(T* tile, int (&nearest)[2][kDim], int valid_rows) {
   constexpr uint32_t kExponents = std::is_same_v<T, bf16> ? 0x7f807f80 : 0x7c007c00;
   constexpr uint32_t kLowestBits = std::is_same_v<T, bf16> ? 0x00800080 : 0x04000400;
   const auto overflows = [](uint32_t pair) {  // sign bits of those whose exponent is all ones
@@ -129,27 +130,42 @@ __device__ __forceinline__ bool ClearNonFinite(T* tile, int* nearest, int valid_
     T* const entries = reinterpret_cast<T*>(chunk);
 #pragma unroll 1
     for (int c = 0; c < 8; ++c) {
-      if (fabsf(float(entries[c])) <= 3.4e38f) continue;
+      const float entry = float(entries[c]);
+      if (fabsf(entry) <= 3.4e38f) continue;
       entries[c] = T(0.0f);
-      if (row >= valid_rows) continue;
-      kFirst ? atomicMin(nearest + column + c, row) : atomicMax(nearest + column + c, row);
+      for (int sign = 0; sign < 2; ++sign) {
+        if (row >= valid_rows || entry == (sign ? INFINITY : -INFINITY)) continue;
+        int* const to = &nearest[sign][column + c];
+        kFirst ? atomicMin(to, row) : atomicMax(to, row);
+      }
     }
   }
   if (found) FenceAsyncProxy();
   return NamedBarrierOr(8, kThreads, found);
 }
 
-// Gives NaN to the results of the rows that see one: sees(r, nearest) of the thread's row r.
+// Adds them to the results of the rows that see them: sees(r, nearest) of the thread's row r.
 template <int kDim, int kThreads, bool kFirst, typename Sees>
-__device__ __forceinline__ void SpreadNonFinite(float (&d)[kDim / 2], int* nearest, Sees sees) {
+__device__ __forceinline__ void SpreadNonFinite(float (&d)[kDim / 2], int (&nearest)[2][kDim],
+                                                Sees sees) {
 #pragma unroll
   for (int i = 0; i < kDim / 2; ++i) {
-    const int row = nearest[i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2];
-    if (row != kNoRow<kFirst> && sees(i / 2 % 2, row)) d[i] = NAN;
+    for (int sign = 0; sign < 2; ++sign) {
+      const int row = nearest[sign][i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2];
+      if (row != kNoRow<kFirst> && sees(i / 2 % 2, row)) d[i] += sign ? -INFINITY : INFINITY;
+    }
   }
   NamedBarrierSync(8, kThreads);
-  for (int i = threadIdx.x - 128; i < kDim; i += kThreads) nearest[i] = kNoRow<kFirst>;
+  for (int i = threadIdx.x - 128; i < 2 * kDim; i += kThreads) {
+    nearest[i / kDim][i % kDim] = kNoRow<kFirst>;
+  }
   NamedBarrierSync(8, kThreads);
+}
+
+// At the start of a kernel.
+template <bool kFirst, int kDim>
+__device__ __forceinline__ void ForgetNonFinite(int (&nearest)[2][kDim]) {
+  if (threadIdx.x < kDim) nearest[0][threadIdx.x] = nearest[1][threadIdx.x] = kNoRow<kFirst>;
 }
 
 // Writes an accumulator of 64 x kDim to `rows`, the thread's first row of panels that have

@@ -38,7 +38,7 @@ struct Sm90KeyValueGrad {
     float lse[kStages][kQueries], delta[kStages][kQueries];
     uint64_t full_kv, empty_kv, full_out[2];
     uint64_t full_q[kStages], full_do[kStages], empty[kStages];
-    int nearest_q[kHeadDim], nearest_do[kHeadDim];
+    int nearest_q[2][kHeadDim], nearest_do[2][kHeadDim];
   };
 };
 
@@ -52,7 +52,7 @@ struct Sm90QueryGrad {
     T k[kStages][kKeys * kHeadDim], v[kStages][kKeys * kHeadDim];
     uint64_t full_q, empty_q, full_out[2];
     uint64_t full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
-    int nearest[kHeadDim];
+    int nearest[2][kHeadDim];
   };
 };
 
@@ -188,6 +188,7 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
   const int group_size = int(p.heads / p.kv_heads);
   const float scale_log2 = p.scale * kLog2E;
   const auto release = [&](uint64_t* barrier) {
+    __syncwarp();
     if (lane == 0) BarrierArrive(barrier);
   };
   constexpr int kKeyPanel = Config::kKeys * kPanelRowBytes;
@@ -334,7 +335,6 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
         dk, reinterpret_cast<char*>(shared.k) + row_in_tile * kPanelRowBytes, kKeyPanel, lane);
     WritePanels<T, kHeadDim>(
         dv, reinterpret_cast<char*>(shared.v) + row_in_tile * kPanelRowBytes, kKeyPanel, lane);
-    __syncwarp();
     release(&shared.full_out[consumer]);
   }
 }
@@ -350,12 +350,10 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
                            const __grid_constant__ CUtensorMap dvalue_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Config = Sm90KeyValueGrad<kHeadDim>;
-  extern __shared__ char memory[];
-  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
-      (reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
-  if (threadIdx.x < kHeadDim) {
-    shared.nearest_q[threadIdx.x] = shared.nearest_do[threadIdx.x] = kNoRow<false>;
-  }
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
+  ForgetNonFinite<false>(shared.nearest_q);
+  ForgetNonFinite<false>(shared.nearest_do);
   if (threadIdx.x == 0) {
     BarrierInit(&shared.full_kv, 1);
     BarrierInit(&shared.empty_kv, 1);
@@ -453,6 +451,7 @@ __device__ __forceinline__ void ConsumeQueryGrad(
   const int row_in_tile = 64 * consumer + 16 * warp + lane / 4;
   const float scale_log2 = p.scale * kLog2E;
   const auto release = [&](uint64_t* barrier) {
+    __syncwarp();
     if (lane == 0) BarrierArrive(barrier);
   };
   constexpr int kKeyPanel = Config::kKeys * kPanelRowBytes;
@@ -567,7 +566,6 @@ __device__ __forceinline__ void ConsumeQueryGrad(
     for (int i = 0; i < kHeadDim / 2; ++i) dq[i] *= p.scale;
     WritePanels<T, kHeadDim>(
         dq, reinterpret_cast<char*>(shared.q) + row_in_tile * kPanelRowBytes, kQueryPanel, lane);
-    __syncwarp();
     release(&shared.full_out[consumer]);
   }
 }
@@ -582,10 +580,9 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
                         const __grid_constant__ CUtensorMap dquery_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Config = Sm90QueryGrad<kHeadDim>;
-  extern __shared__ char memory[];
-  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
-      (reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
-  if (threadIdx.x < kHeadDim) shared.nearest[threadIdx.x] = kNoRow<true>;
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
+  ForgetNonFinite<true>(shared.nearest);
   if (threadIdx.x == 0) {
     BarrierInit(&shared.full_q, 1);
     BarrierInit(&shared.empty_q, 1);
@@ -693,14 +690,14 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output
   };
   const int64_t group_size = p.heads / p.kv_heads;
   if (Status s = launch(KeyValueGradSm90Kernel<T, kHeadDim>,
-                        sizeof(typename KeyValueConfig::template Shared<T>) + 1024, p.kv_heads,
+                        sizeof(typename KeyValueConfig::template Shared<T>), p.kv_heads,
                         p.seq_k, p.seq_q * row_bytes * group_size, query_64, key_128, value_128,
                         doutput_64, dkey_64, dvalue_64);
       !s.ok()) {
     return s;
   }
   return launch(QueryGradSm90Kernel<T, kHeadDim>,
-                sizeof(typename QueryConfig::template Shared<T>) + 1024, p.heads, p.seq_q,
+                sizeof(typename QueryConfig::template Shared<T>), p.heads, p.seq_q,
                 p.seq_k * row_bytes / group_size, query_128, key_n, value_n, doutput_128,
                 dquery_64);
 }

@@ -39,10 +39,8 @@ struct Sm90Forward {
     T v[kStages][kBlockN * kHeadDim];
     uint64_t full_q[kQueryStages], empty_q[kQueryStages], full_o[kConsumers];
     uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-    int nearest[kHeadDim];
+    int nearest[2][kHeadDim];
   };
-  template <typename T>
-  static constexpr int kSharedBytes = sizeof(Shared<T>) + 1024;  // to align it
 };
 
 struct Sm90ForwardArguments {
@@ -212,6 +210,7 @@ __device__ __forceinline__ void ConsumeForward(
   if (consumer == Config::kConsumers - 1) pass_turn();
 
   const auto release = [&](uint64_t* barrier) {
+    __syncwarp();
     if (lane == 0) BarrierArrive(barrier);
   };
   float o[kHeadDim / 2], s[kBlockN / 2];
@@ -252,7 +251,6 @@ __device__ __forceinline__ void ConsumeForward(
     WritePanels<T, kHeadDim>(
         o, reinterpret_cast<char*>(shared.q[query_stage]) + row_in_tile * kPanelRowBytes,
         kBlockM * kPanelRowBytes, lane);
-    __syncwarp();
     release(&shared.full_o[consumer]);
   };
 
@@ -357,10 +355,9 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
                                const __grid_constant__ CUtensorMap output_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Config = Sm90Forward<kHeadDim>;
-  extern __shared__ char memory[];
-  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(
-      (reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
-  if (threadIdx.x < kHeadDim) shared.nearest[threadIdx.x] = kNoRow<true>;
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
+  ForgetNonFinite<true>(shared.nearest);
   if (threadIdx.x == 0) {
     TmaPrefetchDescriptor(query_map);
     TmaPrefetchDescriptor(key_map);
@@ -417,7 +414,7 @@ Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output,
                     p.batch * p.heads);
 
   auto* kernel = AttentionForwardSm90Kernel<T, kHeadDim>;
-  constexpr int kSharedBytes = Config::template kSharedBytes<T>;
+  constexpr int kSharedBytes = sizeof(typename Config::template Shared<T>);
   if (cudaError_t error = cudaFuncSetAttribute(
           kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       error != cudaSuccess) {
