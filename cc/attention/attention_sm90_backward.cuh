@@ -22,7 +22,7 @@ namespace tf_ops {
 
 struct Sm90BackwardArguments {
   AttentionProblem problem;
-  const float *lse_log2, *delta;  // [batch, heads, padded_queries]
+  const float *lse_log2, *delta;  // [batch, heads, padded_queries], the second after the first
   void *dquery, *dkey, *dvalue;
   int padded_queries;
   int row_blocks, tiles, heads_per_group;
@@ -111,7 +111,7 @@ struct Sm90QueryTile : Sm90HeadRows, Sm90Visibility {
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void ProduceKeyValueGrad(
     const Sm90BackwardArguments& a, const CUtensorMap& query_map, const CUtensorMap& key_map,
-    const CUtensorMap& value_map, const CUtensorMap& doutput_map,
+    const CUtensorMap& value_map, const CUtensorMap& doutput_map, const CUtensorMap& row_terms_map,
     typename Sm90KeyValueGrad<kHeadDim>::template Shared<T>& shared) {
   using Config = Sm90KeyValueGrad<kHeadDim>;
   const int group_size = int(a.problem.heads / a.problem.kv_heads);
@@ -129,21 +129,20 @@ __device__ __forceinline__ void ProduceKeyValueGrad(
     LoadPanels<kHeadDim>(shared.v, Config::kKeys, value_map, &shared.full_kv, tile.head,
                          tile.first_row, tile.batch);
     for (int head = tile.head * group_size; head < (tile.head + 1) * group_size; ++head) {
-      const int64_t rows = (tile.batch * a.problem.heads + head) * a.padded_queries;
+      const int row = tile.batch * int(a.problem.heads) + head;
       for (int step = 0; step < tile.steps_per_head; ++step) {
         const int query = tile.first_query + step * Config::kQueries;
         BarrierWait(&shared.empty[at.stage], at.parity ^ 1);
         BarrierExpectBytes(&shared.full_q[at.stage], sizeof shared.q[0] + sizeof shared.lse[0]);
         LoadPanels<kHeadDim>(shared.q[at.stage], Config::kQueries, query_map,
                              &shared.full_q[at.stage], head, query, tile.batch);
-        BulkLoad(shared.lse[at.stage], a.lse_log2 + rows + query, sizeof shared.lse[0],
-                 &shared.full_q[at.stage]);
+        TmaLoad(shared.lse[at.stage], row_terms_map, &shared.full_q[at.stage], query, row);
         BarrierExpectBytes(&shared.full_do[at.stage],
                            sizeof shared.d_o[0] + sizeof shared.delta[0]);
         LoadPanels<kHeadDim>(shared.d_o[at.stage], Config::kQueries, doutput_map,
                              &shared.full_do[at.stage], head, query, tile.batch);
-        BulkLoad(shared.delta[at.stage], a.delta + rows + query, sizeof shared.delta[0],
-                 &shared.full_do[at.stage]);
+        TmaLoad(shared.delta[at.stage], row_terms_map, &shared.full_do[at.stage], query,
+                int(a.problem.batch * a.problem.heads) + row);
         at.Advance<Config::kStages>();
       }
     }
@@ -346,6 +345,7 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
                            const __grid_constant__ CUtensorMap key_map,
                            const __grid_constant__ CUtensorMap value_map,
                            const __grid_constant__ CUtensorMap doutput_map,
+                           const __grid_constant__ CUtensorMap row_terms_map,
                            const __grid_constant__ CUtensorMap dkey_map,
                            const __grid_constant__ CUtensorMap dvalue_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -369,7 +369,8 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
   if (threadIdx.x < 128) {
     RegistersDown<kHeadDim <= 64 ? 40 : 24>();
     if (threadIdx.x == 0) {
-      ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, shared);
+      ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map,
+                                       row_terms_map, shared);
     } else if (threadIdx.x == 32) {
       StoreKeyValueGrad<T, kHeadDim>(a, dkey_map, dvalue_map, shared);
     }
@@ -654,8 +655,10 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output
   if (Status s = CudaStatus(); !s.ok()) return s;
 
   CUtensorMap query_64, query_128, key_128, value_128, key_n, value_n, doutput_64, doutput_128;
-  CUtensorMap dquery_64, dkey_64, dvalue_64;
+  CUtensorMap dquery_64, dkey_64, dvalue_64, row_terms_map;
   const bool mapped =
+      MakeRowMap(row_terms, 2 * p.batch * p.heads, padded_queries, KeyValueConfig::kQueries,
+                 &row_terms_map) &&
       MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, 64, &query_64) &&
       MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, 128, &query_128) &&
       MakeTensorMap<T>(p.key, p.head_dim, p.kv_heads, p.seq_k, p.batch, 128, &key_128) &&
@@ -692,7 +695,7 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output
   if (Status s = launch(KeyValueGradSm90Kernel<T, kHeadDim>,
                         sizeof(typename KeyValueConfig::template Shared<T>), p.kv_heads,
                         p.seq_k, p.seq_q * row_bytes * group_size, query_64, key_128, value_128,
-                        doutput_64, dkey_64, dvalue_64);
+                        doutput_64, row_terms_map, dkey_64, dvalue_64);
       !s.ok()) {
     return s;
   }

@@ -5,6 +5,8 @@
 
 #include <cuda.h>
 
+#include <algorithm>
+
 #include "cc/common/cuda.cuh"
 
 namespace tf_ops {
@@ -79,13 +81,13 @@ __device__ __forceinline__ void TmaLoad(void* shared, const CUtensorMap& map, ui
       "l"(&map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-// Copies contiguous bytes; addresses and size are multiples of 16.
-__device__ __forceinline__ void BulkLoad(void* shared, const void* global, uint32_t bytes,
-                                         uint64_t* barrier) {
+// The same of a rank-2 tensor.
+__device__ __forceinline__ void TmaLoad(void* shared, const CUtensorMap& map, uint64_t* barrier,
+                                        int c0, int c1) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(SharedAddress(shared)),
-      "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];" ::"r"(SharedAddress(shared)),
+      "l"(&map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1)
       : "memory");
 }
 // The other way; part of the box that lies outside the tensor is not written.
@@ -337,11 +339,12 @@ __device__ __forceinline__ void Wgmma(float (&d)[128], const uint32_t (&a)[4], u
 #undef TF_OPS_LIST256
 #undef TF_OPS_OUT256
 
-// Describes 16-bit [batch, rows, heads, dim] to the copy engine, in boxes of 64 columns of one
-// head and `box_rows` rows; what lies outside reads as zero. False where it cannot.
-template <typename T>
-bool MakeTensorMap(const void* data, int64_t dim, int64_t heads, int64_t rows, int64_t batch,
-                   int box_rows, CUtensorMap* map) {
+// cuTensorMapEncodeTiled for elements in order, in boxes; what lies outside reads as zero. False
+// where it cannot.
+template <int kRank>
+bool EncodeTensorMap(CUtensorMapDataType type, const void* data, const cuuint64_t (&dims)[kRank],
+                     const cuuint64_t* strides, const cuuint32_t (&box)[kRank],
+                     CUtensorMapSwizzle swizzle, CUtensorMap* map) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -349,17 +352,37 @@ bool MakeTensorMap(const void* data, int64_t dim, int64_t heads, int64_t rows, i
                                      &result);
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
+  cuuint32_t steps[kRank];
+  std::fill_n(steps, kRank, 1);
+  return encode && encode(map, type, kRank, const_cast<void*>(data), dims, strides, box, steps,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Describes 16-bit [batch, rows, heads, dim] to the copy engine, in boxes of 64 columns of one
+// head and `box_rows` rows.
+template <typename T>
+bool MakeTensorMap(const void* data, int64_t dim, int64_t heads, int64_t rows, int64_t batch,
+                   int box_rows, CUtensorMap* map) {
   const cuuint64_t dims[] = {cuuint64_t(dim), cuuint64_t(heads), cuuint64_t(rows),
                              cuuint64_t(batch)};
   const cuuint64_t row_bytes = dim * sizeof(T);
   const cuuint64_t strides[] = {row_bytes, row_bytes * heads, row_bytes * heads * rows};
-  const cuuint32_t box[] = {kPanelCols, 1, cuuint32_t(box_rows), 1}, steps[] = {1, 1, 1, 1};
-  const auto type = std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return encode && encode(map, type, 4, const_cast<void*>(data), dims, strides, box, steps,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const cuuint32_t box[] = {kPanelCols, 1, cuuint32_t(box_rows), 1};
+  return EncodeTensorMap(std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                         data, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, map);
+}
+
+// Describes float32 [rows, cols], in boxes of `box_cols` of one row.
+inline bool MakeRowMap(const float* data, int64_t rows, int64_t cols, int box_cols,
+                       CUtensorMap* map) {
+  const cuuint64_t dims[] = {cuuint64_t(cols), cuuint64_t(rows)};
+  const cuuint64_t strides[] = {cuuint64_t(cols) * sizeof(float)};
+  const cuuint32_t box[] = {cuuint32_t(box_cols), 1};
+  return EncodeTensorMap(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, data, dims, strides, box,
+                         CU_TENSOR_MAP_SWIZZLE_NONE, map);
 }
 
 }  // namespace tf_ops
