@@ -5,6 +5,8 @@
 #include <cmath>
 #include <initializer_list>
 
+#include "cc/attention/attention_gpu.h"
+
 namespace tf_ops {
 namespace {
 
@@ -153,6 +155,26 @@ Status DescribeAttentionGrad(const TensorView& doutput, const TensorView& dlse,
     return Error("the gradient of lse is " + ShapeOf(dlse) + ", lse " + ShapeOf(lse));
   }
   return Ok();
+}
+
+int64_t DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView,
+                                            TensorView, TensorView, TensorView, TensorView,
+                                            TensorView, TensorView, TensorView lse, float, float,
+                                            bool, bool) {
+  // Whole tiles of 128 rows, as attention_sm90_backward.cuh wants them.
+  const int64_t rows = lse.dims[0] * lse.dims[1] * ((lse.dims[2] + 127) / 128 * 128);
+  return 16 + rows * int64_t(sizeof(AttentionRow));
+}
+
+int64_t DotProductAttentionBiasGradGpuWorkspace(TensorView, TensorView, TensorView query,
+                                                TensorView key, TensorView, TensorView bias,
+                                                TensorView, TensorView, TensorView, TensorView,
+                                                TensorView lse, float, float, bool, bool) {
+  const int64_t rows = AlignedBytes(lse.size() * int64_t(sizeof(AttentionRow)));
+  const int64_t bias_dims[4] = {bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]};
+  const int64_t scores_dims[4] = {query.dims[0], query.dims[2], query.dims[1], key.dims[1]};
+  const int splits = BiasGradSplits(bias_dims, scores_dims);
+  return 16 + rows + (splits > 1 ? splits * bias.size() * int64_t(sizeof(float)) : 0);
 }
 
 }  // namespace tf_ops

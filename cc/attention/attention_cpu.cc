@@ -323,17 +323,5 @@ int64_t DotProductAttentionBiasGradCpuWorkspace(TensorView, TensorView, TensorVi
 }
 
 // The sizes of the GPU's, wherever there is none.
-int64_t DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView,
-                                            TensorView, TensorView, TensorView, TensorView,
-                                            TensorView, TensorView, TensorView, float, float, bool,
-                                            bool) {
-  return 0;
-}
-int64_t DotProductAttentionBiasGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView,
-                                                TensorView, TensorView, TensorView, TensorView,
-                                                TensorView, TensorView, TensorView, float, float,
-                                                bool, bool) {
-  return 0;
-}
 
 }  // namespace tf_ops
