@@ -15,7 +15,6 @@ import pathlib
 import sys
 import time
 
-import ml_dtypes
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
