@@ -555,9 +555,9 @@ def test_future_tokens_change_nothing(seq, alignment, dtype):
         future = (np.arange(seq_k) > row + offset)[None, :, None, None]
         for other in (17.0, math.nan, math.inf):
             other = tf.cast(other, dtype)
-            o, l = attend(tf.where(future, other, key), tf.where(future, other, value))
+            o, o_lse = attend(tf.where(future, other, key), tf.where(future, other, value))
             np.testing.assert_array_equal(o[:, : row + 1], output[:, : row + 1])
-            np.testing.assert_array_equal(l[:, :, : row + 1], lse[:, :, : row + 1])
+            np.testing.assert_array_equal(o_lse[:, :, : row + 1], lse[:, :, : row + 1])
 
 
 def test_nan_in_the_future_does_not_reach_gradients_of_the_past(dtype):

@@ -200,7 +200,11 @@ def test_as_keras_on_any_axis(axis, scale, gamma, graph):
     mode = lambda fn, inputs: in_mode(fn, "graph", inputs) if graph and scale else fn
     for ours, stock, weights in [
         (rms_normalization, keras.ops.rms_normalization, [normal(scale)]),
-        (layer_normalization, keras.ops.layer_normalization, [normal(gamma), normal(gamma, seed=1)]),
+        (
+            layer_normalization,
+            keras.ops.layer_normalization,
+            [normal(gamma), normal(gamma, seed=1)],
+        ),
     ]:
         run = lambda x, *w: ours(x, *w, axis=axis)
         if graph and any(w.shape.rank != len(axis if hasattr(axis, "__len__") else [axis])
