@@ -69,12 +69,13 @@ class Library:
     def call(self, op, inputs, attributes, outputs):
         """A function that launches; `outputs` ends with the workspace, if there is one."""
         text = (ctypes.c_char_p * len(attributes))(*attributes)
-        tensors = views([*inputs, *outputs])
+        alive = [*inputs, *outputs]
+        tensors = views(alive)
         stream = torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
 
         def launch():
             error = self.library.tf_ops_run(
-                op, tensors, len(tensors), len(inputs), text, self.on_gpu, ctypes.c_void_p(stream)
+                op, tensors, len(alive), len(inputs), text, self.on_gpu, ctypes.c_void_p(stream)
             )
             if error:
                 raise RuntimeError(f"{op.decode()}: {error.decode()}")
@@ -408,9 +409,7 @@ class Check:
         q, do = (
             torch.randn(1, seq, 16, 128, device=self.device, dtype=case.dtype) for _ in range(2)
         )
-        k, v = (
-            torch.randn(1, 65, 16, 128, device=self.device, dtype=case.dtype) for _ in range(2)
-        )
+        k, v = (torch.randn(1, 65, 16, 128, device=self.device, dtype=case.dtype) for _ in range(2))
         rest = [None] * 4
 
         def make(shape, dtype):
@@ -533,8 +532,13 @@ def contenders(library, batch, heads, seq, dim, causal):
             with torch.no_grad():
                 attend()
 
-        def backward(o=attend(), leaves=leaves, upstream=upstream):
-            torch.autograd.grad(o, leaves, upstream, retain_graph=True)
+        try:
+            output = attend()
+        except RuntimeError:
+            continue  # The back end refuses this problem.
+
+        def backward(output=output, leaves=leaves, upstream=upstream):
+            torch.autograd.grad(output, leaves, upstream, retain_graph=True)
 
         result[name] = (infer, backward)
     return result
@@ -570,7 +574,6 @@ def machine():
 
 
 def run_bench(library, path):
-    torch._functorch.config.donated_buffer = False
     rows = []
     print(f"{'S':>6} {'D':>4} causal   pass   {'tf_ops':>7} {'flash':>7} {'cudnn':>7}  TFLOP/s")
     shapes = [(1024, 64), (4096, 64), (16384, 64), (1024, 128), (2048, 128), (4096, 128)]
@@ -585,8 +588,11 @@ def run_bench(library, path):
             ratio = {k: ms[k] / ms["tf_ops"] for k in ms if k != "tf_ops"}
             rows.append(dict(seq=seq, head_dim=dim, batch=batch, heads=heads, causal=causal))
             rows[-1].update({"pass": name, "ms": ms, "tflops": tflops, "speed_up_over": ratio})
-            figures = " ".join(f"{tflops[k]:7.0f}" for k in ("tf_ops", "flash", "cudnn"))
+            names = ("tf_ops", "flash", "cudnn")
+            figures = " ".join(f"{tflops.get(k, math.nan):7.0f}" for k in names)
             print(f"{seq:6} {dim:4} {causal!s:6} {name:8} {figures}", flush=True)
+    for _ in range(100):  # so that the clocks are those of work
+        all_of["tf_ops"][0]()
     result = {"machine": machine(), "dtype": "bfloat16", "attention": rows}
     pathlib.Path(path).write_text(json.dumps(result, indent=1))
 
