@@ -257,7 +257,7 @@ class Check:
             return make.like(x.to(dtype).to(self.device))
 
         def dims(which):
-            sizes = dict(b=case.batch, h=case.heads, q=case.seq_q, k=case.seq_k)
+            sizes = {"b": case.batch, "h": case.heads, "q": case.seq_q, "k": case.seq_k}
             return tuple(sizes[d] if d in which else 1 for d in "bhqk")
 
         def lengths(values):
@@ -425,18 +425,18 @@ class Check:
 
 def cases():
     half, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
-    everything = dict(
-        seq_q=173,
-        seq_k=201,
-        heads=4,
-        kv_heads=2,
-        bias="bhqk",
-        mask="bhqk",
-        soft_cap=5.0,
-        query_lengths=(170, 64),
-        key_lengths=(0, 190),
-        dlse=True,
-    )
+    everything = {
+        "seq_q": 173,
+        "seq_k": 201,
+        "heads": 4,
+        "kv_heads": 2,
+        "bias": "bhqk",
+        "mask": "bhqk",
+        "soft_cap": 5.0,
+        "query_lengths": (170, 64),
+        "key_lengths": (0, 190),
+        "dlse": True,
+    }
     for dtype in (bf16, half, f32):
         for dim in (64, 128, 256):
             base = Case(dtype=dtype, head_dim=dim, value_dim=dim)
@@ -466,7 +466,7 @@ def cases():
         # Row sums below exp(-88.7) with padded keys: exp(0 - lse) would overflow.
         yield Case(dtype=dtype, seq_q=704, seq_k=704, magnitude=4.0, mask="bk", batch=1)
         yield Case(dtype=dtype, seq_q=127, seq_k=449, heads=8, kv_heads=1, causal=True, dlse=True)
-        zero = dict(batch=0, seq_q=0, seq_k=0, head_dim=0, value_dim=0)
+        zero = {"batch": 0, "seq_q": 0, "seq_k": 0, "head_dim": 0, "value_dim": 0}
         for name in zero:
             yield dataclasses.replace(
                 Case(dtype=dtype, seq_q=70, seq_k=70, bias="h", dlse=True), **{name: 0}
@@ -564,7 +564,11 @@ def milliseconds(functions, rounds=9):
 def machine():
     query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    values = subprocess.run(command, capture_output=True, text=True).stdout.strip().split(", ")
+    values = (
+        subprocess.run(command, check=False, capture_output=True, text=True)
+        .stdout.strip()
+        .split(", ")
+    )
     return {
         **dict(zip(query.split(","), values)),
         "torch": torch.__version__,
@@ -586,7 +590,9 @@ def run_bench(library, path):
             ms = milliseconds({k: f[step] for k, f in all_of.items()})
             tflops = {k: flops / t / 1e9 for k, t in ms.items()}
             ratio = {k: ms[k] / ms["tf_ops"] for k in ms if k != "tf_ops"}
-            rows.append(dict(seq=seq, head_dim=dim, batch=batch, heads=heads, causal=causal))
+            rows.append(
+                {"seq": seq, "head_dim": dim, "batch": batch, "heads": heads, "causal": causal}
+            )
             rows[-1].update({"pass": name, "ms": ms, "tflops": tflops, "speed_up_over": ratio})
             names = ("tf_ops", "flash", "cudnn")
             figures = " ".join(f"{tflops.get(k, math.nan):7.0f}" for k in names)
