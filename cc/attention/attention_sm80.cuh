@@ -152,13 +152,13 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
     if (pairs.HidesValid(q0, k0, kKeys)) {
       poisoned = __syncthreads_or(ClearNonFinite<kKeys, kDim, kThreads>(values));
     }
-    MultiplyColumns<T, kDim>(o, weights, values, 0);
     if (poisoned) {
       const int i0 = Opaque(q0 + warp_row);
       AddNonFinite<T, kDim>(
           o, weights, value + k0 * value_stride, value_stride, value_dim, pairs.k_len - k0,
           [&](int row, int k) { return pairs.Visible(i0 + row, k0 + k); });
     }
+    MultiplyColumns<T, kDim>(o, weights, values, 0);
   }
 
   const int i0 = q0 + warp_row;

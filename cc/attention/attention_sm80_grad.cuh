@@ -176,23 +176,23 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
       if constexpr (kDValue) {
         uint32_t weights[kM][kN / 2][4];
         PackFragments<T>(weights, s);
-        MultiplyColumns<T, kDim>(dv, weights, tile_do, step);
         if (poisoned) {
           AddNonFinite<T, kDim>(
               dv, weights, RowOf(doutput, b, p.seq_q, i0 + step, p.heads, h, p.value_dim),
               p.heads * p.value_dim, value_dim, q_len - i0 - step, visible);
         }
+        MultiplyColumns<T, kDim>(dv, weights, tile_do, step);
       }
       if constexpr (kDKey) {
         uint32_t weights[kM][kN / 2][4];
         PackFragments<T>(weights, ds);
-        MultiplyColumns<T, kDim>(dk, weights, tile_q, step);
         if (poisoned) {
           AddNonFinite<T, kDim>(dk, weights,
                                 RowOf(static_cast<const T*>(p.query), b, p.seq_q, i0 + step,
                                       p.heads, h, p.head_dim),
                                 p.heads * p.head_dim, head_dim, q_len - i0 - step, visible);
         }
+        MultiplyColumns<T, kDim>(dk, weights, tile_q, step);
       }
     }
     if (stages == 1 && n + 1 < count) {
@@ -312,13 +312,13 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
       __syncthreads();  // The tile was read for the scores.
       poisoned = __syncthreads_or(ClearNonFinite<kKeys, kDim, kThreads>(tile_k));
     }
-    MultiplyColumns<T, kDim>(dq, weights, tile_k, 0);
     if (poisoned) {
       const int i = Opaque(i0 + warp_row);
       AddNonFinite<T, kDim>(
           dq, weights, key + j0 * key_stride, key_stride, head_dim, pairs.k_len - j0,
           [&](int row, int k) { return pairs.Visible(i + row, j0 + k); });
     }
+    MultiplyColumns<T, kDim>(dq, weights, tile_k, 0);
     if (stages == 1 && n + 1 < count) {
       __syncthreads();
       load(n + 1);
