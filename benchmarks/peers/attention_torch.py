@@ -69,12 +69,13 @@ class Library:
     def call(self, op, inputs, attributes, outputs):
         """A function that launches; `outputs` ends with the workspace, if there is one."""
         text = (ctypes.c_char_p * len(attributes))(*attributes)
-        tensors = views([*inputs, *outputs])
+        alive = [*inputs, *outputs]
+        tensors = views(alive)
         stream = torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
 
         def launch():
             error = self.library.tf_ops_run(
-                op, tensors, len(tensors), len(inputs), text, self.on_gpu, ctypes.c_void_p(stream)
+                op, tensors, len(alive), len(inputs), text, self.on_gpu, ctypes.c_void_p(stream)
             )
             if error:
                 raise RuntimeError(f"{op.decode()}: {error.decode()}")
@@ -256,7 +257,7 @@ class Check:
             return make.like(x.to(dtype).to(self.device))
 
         def dims(which):
-            sizes = dict(b=case.batch, h=case.heads, q=case.seq_q, k=case.seq_k)
+            sizes = {"b": case.batch, "h": case.heads, "q": case.seq_q, "k": case.seq_k}
             return tuple(sizes[d] if d in which else 1 for d in "bhqk")
 
         def lengths(values):
@@ -408,9 +409,7 @@ class Check:
         q, do = (
             torch.randn(1, seq, 16, 128, device=self.device, dtype=case.dtype) for _ in range(2)
         )
-        k, v = (
-            torch.randn(1, 65, 16, 128, device=self.device, dtype=case.dtype) for _ in range(2)
-        )
+        k, v = (torch.randn(1, 65, 16, 128, device=self.device, dtype=case.dtype) for _ in range(2))
         rest = [None] * 4
 
         def make(shape, dtype):
@@ -426,18 +425,18 @@ class Check:
 
 def cases():
     half, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
-    everything = dict(
-        seq_q=173,
-        seq_k=201,
-        heads=4,
-        kv_heads=2,
-        bias="bhqk",
-        mask="bhqk",
-        soft_cap=5.0,
-        query_lengths=(170, 64),
-        key_lengths=(0, 190),
-        dlse=True,
-    )
+    everything = {
+        "seq_q": 173,
+        "seq_k": 201,
+        "heads": 4,
+        "kv_heads": 2,
+        "bias": "bhqk",
+        "mask": "bhqk",
+        "soft_cap": 5.0,
+        "query_lengths": (170, 64),
+        "key_lengths": (0, 190),
+        "dlse": True,
+    }
     for dtype in (bf16, half, f32):
         for dim in (64, 128, 256):
             base = Case(dtype=dtype, head_dim=dim, value_dim=dim)
@@ -467,7 +466,7 @@ def cases():
         # Row sums below exp(-88.7) with padded keys: exp(0 - lse) would overflow.
         yield Case(dtype=dtype, seq_q=704, seq_k=704, magnitude=4.0, mask="bk", batch=1)
         yield Case(dtype=dtype, seq_q=127, seq_k=449, heads=8, kv_heads=1, causal=True, dlse=True)
-        zero = dict(batch=0, seq_q=0, seq_k=0, head_dim=0, value_dim=0)
+        zero = {"batch": 0, "seq_q": 0, "seq_k": 0, "head_dim": 0, "value_dim": 0}
         for name in zero:
             yield dataclasses.replace(
                 Case(dtype=dtype, seq_q=70, seq_k=70, bias="h", dlse=True), **{name: 0}
@@ -533,8 +532,13 @@ def contenders(library, batch, heads, seq, dim, causal):
             with torch.no_grad():
                 attend()
 
-        def backward(o=attend(), leaves=leaves, upstream=upstream):
-            torch.autograd.grad(o, leaves, upstream, retain_graph=True)
+        try:
+            output = attend()
+        except RuntimeError:
+            continue  # The back end refuses this problem.
+
+        def backward(output=output, leaves=leaves, upstream=upstream):
+            torch.autograd.grad(output, leaves, upstream, retain_graph=True)
 
         result[name] = (infer, backward)
     return result
@@ -560,7 +564,11 @@ def milliseconds(functions, rounds=9):
 def machine():
     query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    values = subprocess.run(command, capture_output=True, text=True).stdout.strip().split(", ")
+    values = (
+        subprocess.run(command, check=False, capture_output=True, text=True)
+        .stdout.strip()
+        .split(", ")
+    )
     return {
         **dict(zip(query.split(","), values)),
         "torch": torch.__version__,
@@ -570,9 +578,6 @@ def machine():
 
 
 def run_bench(library, path):
-    from torch._functorch import config
-
-    config.donated_buffer = False
     rows = []
     print(f"{'S':>6} {'D':>4} causal   pass   {'tf_ops':>7} {'flash':>7} {'cudnn':>7}  TFLOP/s")
     shapes = [(1024, 64), (4096, 64), (16384, 64), (1024, 128), (2048, 128), (4096, 128)]
@@ -585,10 +590,15 @@ def run_bench(library, path):
             ms = milliseconds({k: f[step] for k, f in all_of.items()})
             tflops = {k: flops / t / 1e9 for k, t in ms.items()}
             ratio = {k: ms[k] / ms["tf_ops"] for k in ms if k != "tf_ops"}
-            rows.append(dict(seq=seq, head_dim=dim, batch=batch, heads=heads, causal=causal))
+            rows.append(
+                {"seq": seq, "head_dim": dim, "batch": batch, "heads": heads, "causal": causal}
+            )
             rows[-1].update({"pass": name, "ms": ms, "tflops": tflops, "speed_up_over": ratio})
-            figures = " ".join(f"{tflops[k]:7.0f}" for k in ("tf_ops", "flash", "cudnn"))
+            names = ("tf_ops", "flash", "cudnn")
+            figures = " ".join(f"{tflops.get(k, math.nan):7.0f}" for k in names)
             print(f"{seq:6} {dim:4} {causal!s:6} {name:8} {figures}", flush=True)
+    for _ in range(100):  # so that the clocks are those of work
+        all_of["tf_ops"][0]()
     result = {"machine": machine(), "dtype": "bfloat16", "attention": rows}
     pathlib.Path(path).write_text(json.dumps(result, indent=1))
 

@@ -14,8 +14,14 @@ __device__ inline int SeqLength(const int32_t* lengths, int64_t b, int64_t size)
   return lengths ? min(max(lengths[b], 0), int(size)) : int(size);
 }
 
+// Scores are products times a positive factor, and no mask hides any. Kernels of such problems
+// are compiled apart: what the others need does not fit into their registers.
+inline bool IsPlain(const AttentionProblem& p) {
+  return p.scale > 0.0f && p.soft_cap == 0.0f && !p.bias && !p.mask;
+}
+
 // The queries and keys of one batch row and head.
-template <typename T>
+template <typename T, bool kPlain = false>
 struct AttentionPairs {
   // Scores of 16-bit types are in base 2.
   static constexpr float kUnit = std::is_same_v<T, float> ? 1.0f : kLog2e;
@@ -35,6 +41,7 @@ struct AttentionPairs {
   }
 
   __device__ void SetHead(int64_t b, int64_t h) {
+    if constexpr (kPlain) return;
     mask = p.mask ? p.mask + b * p.mask_strides[0] + h * p.mask_strides[1] : nullptr;
     bias = p.bias ? static_cast<const T*>(p.bias) + b * p.bias_strides[0] + h * p.bias_strides[1]
                   : nullptr;
@@ -42,7 +49,7 @@ struct AttentionPairs {
 
   __device__ bool Visible(int i, int j) const {
     return i < q_len && j < k_len && j <= i + offset &&
-           (!mask || mask[i * p.mask_strides[2] + j * p.mask_strides[3]]);
+           (kPlain || !mask || mask[i * p.mask_strides[2] + j * p.mask_strides[3]]);
   }
 
   // Keys [0, KeyEnd) hold all that queries [i, i + rows) see; queries [QueryBegin, q_len) all
@@ -59,11 +66,8 @@ struct AttentionPairs {
   }
   // ... both below the lengths: what is above them was loaded as zeros.
   __device__ bool HidesValid(int i, int j, int columns) const {
-    return mask || min(j + columns, k_len) - 1 > i + offset;
+    return (!kPlain && mask) || min(j + columns, k_len) - 1 > i + offset;
   }
-
-  // Scores are products times a factor, or need Score().
-  __device__ bool IsPlain() const { return p.scale > 0.0f && !(p.soft_cap > 0.0f) && !bias; }
 
   // The score, in 1 / kUnit; *slope is that of the cap. Only for i < seq_q, j < seq_k.
   __device__ float Score(float product, int i, int j, float* slope) const {

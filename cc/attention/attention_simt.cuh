@@ -197,7 +197,6 @@ __global__ void __launch_bounds__(kSimtThreads)
   const int64_t kv_h = h / (p.heads / p.kv_heads);
   const int i0 = int(tiles - 1 - blockIdx.x / (p.batch * p.heads)) * kTile;
   const AttentionPairs<float> pairs(p, b, h);
-  const bool plain = pairs.IsPlain();
 
   float o[kR][kDim / 64][4] = {}, max[kR], sum[kR];
 #pragma unroll
@@ -224,7 +223,7 @@ __global__ void __launch_bounds__(kSimtThreads)
         if (hides && !pairs.Visible(i, j)) {
           s[r][c] = -INFINITY;
         } else {
-          s[r][c] = plain ? s[r][c] * p.scale : pairs.Score(s[r][c], i, j, &slope);
+          s[r][c] = pairs.Score(s[r][c], i, j, &slope);
         }
         row_max = fmaxf(row_max, s[r][c]);
       }

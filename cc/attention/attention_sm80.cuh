@@ -42,7 +42,7 @@ struct BlockIndex {
 // One block per tile of queries, which stay in shared memory; keys and values are streamed, one
 // tile of each, the next keys arriving while values are used and the other way about. A warp
 // owns its queries' scores, softmax and outputs, all in registers.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kPlain>
 __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
     AttentionKernel(const __grid_constant__ AttentionProblem p, bool key_aligned,
                     bool value_aligned, T* output, float* lse) {
@@ -65,10 +65,9 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
                              p.head_dim);
   const T* const value = RowOf(static_cast<const T*>(p.value), b, p.seq_k, 0, p.kv_heads, kv_h,
                                p.value_dim);
-  const AttentionPairs<T> pairs(p, b, h);
-  const bool plain = pairs.IsPlain();
-  // Scores in base 2 are `factor` times what is in registers.
-  const float factor = plain ? p.scale * kLog2e : 1.0f;
+  const AttentionPairs<T, kPlain> pairs(p, b, h);
+  // Scores in base 2 are `factor` times a product, or of Score().
+  const float factor = kPlain ? p.scale * kLog2e : 1.0f;
 
   float o[kM][kDim / 8][4] = {};
   float max[kM][2], sum[kM][2] = {};  // of a lane's rows; the sum of its own columns
@@ -99,15 +98,15 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
     if (k0 + kKeys < key_end) load_keys(k0 + kKeys);
 
     const bool hides = pairs.HidesSome(q0, kRows, k0, kKeys);
-    if (!plain || hides) {
-      const int i0 = Opaque(q0 + warp_row + lane / 4), j0 = k0 + lane % 4 * 2;
+    if (!kPlain || hides) {
+      const int i0 = q0 + warp_row + lane / 4, j0 = k0 + lane % 4 * 2;
       ForEachElement<kM, kKeys / 8>([&](int m, int n, int e) {
-        const int i = i0 + m * 16 + e / 2 * 8, j = j0 + n * 8 + e % 2;
+        const int i = Opaque(i0) + m * 16 + e / 2 * 8, j = j0 + n * 8 + e % 2;
         float& x = s[m][n][e];
-        float slope;
+        [[maybe_unused]] float slope;
         if (hides && !pairs.Visible(i, j)) {
           x = -INFINITY;
-        } else if (!plain) {
+        } else if constexpr (!kPlain) {
           x = pairs.Score(x, i, j, &slope);
         }
       });
@@ -153,13 +152,13 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
     if (pairs.HidesValid(q0, k0, kKeys)) {
       poisoned = __syncthreads_or(ClearNonFinite<kKeys, kDim, kThreads>(values));
     }
-    MultiplyColumns<T, kDim>(o, weights, values, 0);
     if (poisoned) {
       const int i0 = Opaque(q0 + warp_row);
       AddNonFinite<T, kDim>(
           o, weights, value + k0 * value_stride, value_stride, value_dim, pairs.k_len - k0,
           [&](int row, int k) { return pairs.Visible(i0 + row, k0 + k); });
     }
+    MultiplyColumns<T, kDim>(o, weights, values, 0);
   }
 
   const int i0 = q0 + warp_row;
@@ -187,7 +186,9 @@ Status TensorCoreAttention<T, kDim>::Forward(Gpu gpu, const AttentionProblem& p,
                                              float* lse) {
   using Tile = ForwardTile<kDim>;
   const int64_t tiles = (p.seq_q + Tile::kRows - 1) / Tile::kRows;
-  return Launch(gpu, AttentionKernel<T, kDim>, tiles * p.batch * p.heads, Tile::kThreads,
+  const auto kernel =
+      IsPlain(p) ? AttentionKernel<T, kDim, true> : AttentionKernel<T, kDim, false>;
+  return Launch(gpu, kernel, tiles * p.batch * p.heads, Tile::kThreads,
                 (Tile::kRows + 2 * Tile::kKeys) * kDim * int(sizeof(T)), p,
                 RowsAligned<T>(p.query, p.head_dim) && RowsAligned<T>(p.key, p.head_dim),
                 RowsAligned<T>(p.value, p.value_dim), static_cast<T*>(output), lse);

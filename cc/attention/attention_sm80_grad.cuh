@@ -38,31 +38,27 @@ struct BiasGradShape {
 
 // From a product s and dp = do . v of query i and key j: p in place of s, and in place of dp the
 // gradient of the product over scale, or of the score.
-template <typename T>
+template <typename T, bool kPlain>
 struct PairGrad {
-  const AttentionPairs<T>& pairs;
-  const bool plain;
+  const AttentionPairs<T, kPlain>& pairs;
   const float factor;  // scores in base 2 are so many times a product, or of Score()
 
-  __device__ explicit PairGrad(const AttentionPairs<T>& pairs)
-      : pairs(pairs),
-        plain(pairs.IsPlain()),
-        factor(plain ? pairs.p.scale * kLog2e : 1.0f) {}
+  __device__ explicit PairGrad(const AttentionPairs<T, kPlain>& pairs)
+      : pairs(pairs), factor(kPlain ? pairs.p.scale * kLog2e : 1.0f) {}
 
-  // Of a plain and visible pair.
-  __device__ void Plain(float& s, float& dp, const AttentionRow& row) const {
+  __device__ void FromScore(float& s, float& dp, const AttentionRow& row) const {
     s = Exp2(fmaf(s, factor, -row.lse));
     dp = s * (dp - row.delta);
   }
-  __device__ void General(float& s, float& dp, const AttentionRow& row, int i, int j,
-                          bool of_score) const {
+  __device__ void operator()(float& s, float& dp, const AttentionRow& row, int i, int j,
+                             bool of_score) const {
     float slope = 1.0f;
     if (!pairs.Visible(i, j)) {
       s = dp = 0.0f;
       return;
     }
-    if (!plain) s = pairs.Score(s, i, j, &slope);
-    Plain(s, dp, row);
+    if constexpr (!kPlain) s = pairs.Score(s, i, j, &slope);
+    FromScore(s, dp, row);
     if (!of_score) dp *= slope;
   }
 };
@@ -71,7 +67,7 @@ struct PairGrad {
 // queries, for then the weights and their gradients are the left operands of the next products
 // as they are, in registers. Keys and values stay in shared memory, queries and upstream
 // gradients of all heads that share the keys are streamed.
-template <typename T, int kDim, bool kDKey, bool kDValue>
+template <typename T, int kDim, bool kPlain, bool kDKey, bool kDValue>
 __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
     KeyGradKernel(const __grid_constant__ AttentionProblem p, const T* doutput,
                   const AttentionRow* rows, int stages, bool key_aligned, bool value_aligned,
@@ -96,8 +92,8 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
   float dk[kDKey ? kM : 1][kDim / 8][4] = {};
   float dv[kDValue ? kM : 1][kDim / 8][4] = {};
 
-  AttentionPairs<T> pairs(p, b, 0);
-  const PairGrad<T> pair_grad(pairs);
+  AttentionPairs<T, kPlain> pairs(p, b, 0);
+  const PairGrad<T, kPlain> pair_grad(pairs);
   const int k_len = pairs.k_len, q_len = pairs.q_len;
   const int first = pairs.QueryBegin(j0) / kQueries * kQueries;
   const int per_head = j0 < k_len ? max(0, (q_len - first + kQueries - 1) / kQueries) : 0;
@@ -153,14 +149,14 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
       const auto row_of = [&](int c, int e) {
         return tile_rows[step + c * 8 + lane % 4 * 2 + e % 2];
       };
-      if (pair_grad.plain && !hides) {
+      if (kPlain && !hides) {
         ForEachElement<kM, kN>([&](int m, int c, int e) {
-          pair_grad.Plain(s[m][c][e], ds[m][c][e], row_of(c, e));
+          pair_grad.FromScore(s[m][c][e], ds[m][c][e], row_of(c, e));
         });
       } else {
-        const int i = Opaque(i0 + step + lane % 4 * 2), j = j0 + warp_row + lane / 4;
+        const int i = i0 + step + lane % 4 * 2, j = j0 + warp_row + lane / 4;
         ForEachElement<kM, kN>([&](int m, int c, int e) {
-          pair_grad.General(s[m][c][e], ds[m][c][e], row_of(c, e), i + c * 8 + e % 2,
+          pair_grad(s[m][c][e], ds[m][c][e], row_of(c, e), Opaque(i) + c * 8 + e % 2,
                             j + m * 16 + e / 2 * 8, false);
         });
       }
@@ -180,23 +176,23 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
       if constexpr (kDValue) {
         uint32_t weights[kM][kN / 2][4];
         PackFragments<T>(weights, s);
-        MultiplyColumns<T, kDim>(dv, weights, tile_do, step);
         if (poisoned) {
           AddNonFinite<T, kDim>(
               dv, weights, RowOf(doutput, b, p.seq_q, i0 + step, p.heads, h, p.value_dim),
               p.heads * p.value_dim, value_dim, q_len - i0 - step, visible);
         }
+        MultiplyColumns<T, kDim>(dv, weights, tile_do, step);
       }
       if constexpr (kDKey) {
         uint32_t weights[kM][kN / 2][4];
         PackFragments<T>(weights, ds);
-        MultiplyColumns<T, kDim>(dk, weights, tile_q, step);
         if (poisoned) {
           AddNonFinite<T, kDim>(dk, weights,
                                 RowOf(static_cast<const T*>(p.query), b, p.seq_q, i0 + step,
                                       p.heads, h, p.head_dim),
                                 p.heads * p.head_dim, head_dim, q_len - i0 - step, visible);
         }
+        MultiplyColumns<T, kDim>(dk, weights, tile_q, step);
       }
     }
     if (stages == 1 && n + 1 < count) {
@@ -229,7 +225,7 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
 
 // dquery of one tile of queries. Queries and upstream gradients stay in shared memory, keys and
 // values are streamed.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kPlain>
 __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
     QueryGradKernel(const __grid_constant__ AttentionProblem p, const T* doutput,
                     const AttentionRow* rows, int stages, bool key_aligned, bool value_aligned,
@@ -253,8 +249,8 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
                              p.head_dim);
   const T* const value = RowOf(static_cast<const T*>(p.value), b, p.seq_k, 0, p.kv_heads, kv_h,
                                p.value_dim);
-  const AttentionPairs<T> pairs(p, b, h);
-  const PairGrad<T> pair_grad(pairs);
+  const AttentionPairs<T, kPlain> pairs(p, b, h);
+  const PairGrad<T, kPlain> pair_grad(pairs);
 
   float dq[kM][kDim / 8][4] = {};
   AttentionRow lane_rows[kM][2];
@@ -295,14 +291,15 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
     float s[kM][kKeys / 8][4] = {}, ds[kM][kKeys / 8][4] = {};
     MultiplyRows<T, kDim>(s, queries, warp_row, tile_k, 0);
     MultiplyRows<T, kDim>(ds, upstream, warp_row, tile_k + kKeys * kDim, 0);
-    if (pair_grad.plain && !pairs.HidesSome(i0, kRows, j0, kKeys)) {
+    if (kPlain && !pairs.HidesSome(i0, kRows, j0, kKeys)) {
       ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
-        pair_grad.Plain(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2]);
+        pair_grad.FromScore(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2]);
       });
     } else {
-      const int i = Opaque(i0 + warp_row + lane / 4), j = j0 + lane % 4 * 2;
+      const int i = i0 + warp_row + lane / 4, j = j0 + lane % 4 * 2;
       ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
-        pair_grad.General(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2], i + m * 16 + e / 2 * 8,
+        pair_grad(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2],
+                          Opaque(i) + m * 16 + e / 2 * 8,
                           j + c * 8 + e % 2, false);
       });
     }
@@ -315,13 +312,13 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
       __syncthreads();  // The tile was read for the scores.
       poisoned = __syncthreads_or(ClearNonFinite<kKeys, kDim, kThreads>(tile_k));
     }
-    MultiplyColumns<T, kDim>(dq, weights, tile_k, 0);
     if (poisoned) {
       const int i = Opaque(i0 + warp_row);
       AddNonFinite<T, kDim>(
           dq, weights, key + j0 * key_stride, key_stride, head_dim, pairs.k_len - j0,
           [&](int row, int k) { return pairs.Visible(i + row, j0 + k); });
     }
+    MultiplyColumns<T, kDim>(dq, weights, tile_k, 0);
     if (stages == 1 && n + 1 < count) {
       __syncthreads();
       load(n + 1);
@@ -399,10 +396,11 @@ __global__ void __launch_bounds__(BiasGradShape<kDim>::kThreads)
     float s[kM][kKeys / 8][4] = {}, ds[kM][kKeys / 8][4] = {};
     MultiplyRows<T, kDim>(s, queries, warp_row, keys, 0);
     MultiplyRows<T, kDim>(ds, upstream, warp_row, values, 0);
-    const PairGrad<T> pair_grad(pairs);
+    const PairGrad<T, false> pair_grad(pairs);
     const int i = i0 + warp_row + lane / 4, j = j0 + lane % 4 * 2;
     ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
-      pair_grad.General(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2], i + m * 16 + e / 2 * 8,
+      pair_grad(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2],
+                          Opaque(i) + m * 16 + e / 2 * 8,
                         j + c * 8 + e % 2, true);
       sum[m][c][e] += ds[m][c][e];
     });
@@ -419,9 +417,8 @@ __global__ void __launch_bounds__(BiasGradShape<kDim>::kThreads)
   tile.template Write<kRows, kKeys, T>(result, p, g);
 }
 
-template <typename T, int kDim>
-Status TensorCoreAttention<T, kDim>::Grad(Gpu gpu, const AttentionProblem& p,
-                                          const AttentionGradients& g) {
+template <typename T, int kDim, bool kPlain>
+Status LaunchGrad(Gpu gpu, const AttentionProblem& p, const AttentionGradients& g) {
   if (Status s = LaunchRows<T>(gpu, p, g); !s.ok()) return s;
   int limit = 0;
   if (Status s = SharedMemoryLimit(&limit); !s.ok()) return s;
@@ -439,19 +436,27 @@ Status TensorCoreAttention<T, kDim>::Grad(Gpu gpu, const AttentionProblem& p,
                   p, doutput, g.rows, stages, key_aligned, value_aligned,
                   static_cast<T*>(g.dkey), static_cast<T*>(g.dvalue));
   };
+  Status s;
   if constexpr (kDim == 256) {
-    if (Status s = launch_key_grad(KeyGradKernel<T, kDim, true, false>, true); !s.ok()) return s;
-    if (Status s = launch_key_grad(KeyGradKernel<T, kDim, false, true>, false); !s.ok()) return s;
+    s = launch_key_grad(KeyGradKernel<T, kDim, kPlain, true, false>, true);
+    if (s.ok()) s = launch_key_grad(KeyGradKernel<T, kDim, kPlain, false, true>, false);
   } else {
-    if (Status s = launch_key_grad(KeyGradKernel<T, kDim, true, true>, true); !s.ok()) return s;
+    s = launch_key_grad(KeyGradKernel<T, kDim, kPlain, true, true>, true);
   }
+  if (!s.ok()) return s;
 
   using QueryTile = QueryGradTile<kDim>;
   const int stages = QueryTile::SharedBytes(2) <= limit ? 2 : 1;
-  return Launch(gpu, QueryGradKernel<T, kDim>,
+  return Launch(gpu, QueryGradKernel<T, kDim, kPlain>,
                 (p.seq_q + QueryTile::kRows - 1) / QueryTile::kRows * p.batch * p.heads,
                 QueryTile::kThreads, QueryTile::SharedBytes(stages), p, doutput, g.rows, stages,
                 key_aligned, value_aligned, static_cast<T*>(g.dquery));
+}
+
+template <typename T, int kDim>
+Status TensorCoreAttention<T, kDim>::Grad(Gpu gpu, const AttentionProblem& p,
+                                          const AttentionGradients& g) {
+  return IsPlain(p) ? LaunchGrad<T, kDim, true>(gpu, p, g) : LaunchGrad<T, kDim, false>(gpu, p, g);
 }
 
 template <typename T, int kDim>
