@@ -77,9 +77,9 @@ Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView
                            TensorView key_value_seq_lengths, float scale, float soft_cap,
                            bool is_causal, bool bottom_right, TensorView output, TensorView lse) {
   AttentionProblem p;
-  if (Status s = DescribeAttention(query, key, value, bias, mask, query_seq_lengths,
-                                   key_value_seq_lengths, scale, soft_cap, is_causal, bottom_right,
-                                   output, lse, &p);
+  if (Status s =
+          DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
+                            scale, soft_cap, is_causal, bottom_right, output, lse, &p);
       !s.ok()) {
     return s;
   }
@@ -102,14 +102,14 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
                                TensorView dkey, TensorView dvalue, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse,
-                                       scale, soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
+                                       soft_cap, is_causal, bottom_right, &p);
       !s.ok()) {
     return s;
   }
-  if (ServesSm90(p, query.dtype, 128,
-                 {query.data, key.data, value.data, doutput.data, dquery.data, dkey.data,
-                  dvalue.data})) {
+  if (ServesSm90(
+          p, query.dtype, 128,
+          {query.data, key.data, value.data, doutput.data, dquery.data, dkey.data, dvalue.data})) {
     return DispatchSm90<64, 128>(query.dtype, p, [&](auto zero, auto dim) {
       using T = decltype(zero);
       return AttentionBackwardSm90<T, dim>(
@@ -138,8 +138,8 @@ Status DotProductAttentionBiasGrad(Gpu gpu, TensorView doutput, TensorView dlse,
                                    bool bottom_right, TensorView dbias, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse,
-                                       scale, soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
+                                       soft_cap, is_causal, bottom_right, &p);
       !s.ok()) {
     return s;
   }
@@ -157,10 +157,9 @@ Status DotProductAttentionBiasGrad(Gpu gpu, TensorView doutput, TensorView dlse,
   std::copy_n(dbias.dims.begin(), 4, g.dbias_dims);
   const int64_t scores_dims[4] = {p.batch, p.heads, p.seq_q, p.seq_k};
   g.splits = BiasGradSplits(g.dbias_dims, scores_dims);
-  g.partial = reinterpret_cast<float*>(
-      AlignedData(workspace) + AlignedBytes(lse.size() * int64_t(sizeof(AttentionRow))));
-  return DispatchKernels(query.dtype, p,
-                         [&](auto kernels) { return kernels.BiasGrad(gpu, p, g); });
+  g.partial = reinterpret_cast<float*>(AlignedData(workspace) +
+                                       AlignedBytes(lse.size() * int64_t(sizeof(AttentionRow))));
+  return DispatchKernels(query.dtype, p, [&](auto kernels) { return kernels.BiasGrad(gpu, p, g); });
 }
 
 }  // namespace tf_ops

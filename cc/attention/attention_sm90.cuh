@@ -185,8 +185,7 @@ __device__ __forceinline__ void WritePanels(const float (&d)[kDim / 2], char* ro
 
 // The accumulator of a product, as the A operand of the next one.
 template <typename T, int kSize>
-__device__ __forceinline__ void PackOperand(const float (&d)[kSize],
-                                            uint32_t (&a)[kSize / 8][4]) {
+__device__ __forceinline__ void PackOperand(const float (&d)[kSize], uint32_t (&a)[kSize / 8][4]) {
 #pragma unroll
   for (int i = 0; i < kSize / 2; ++i) a[i / 4][i % 4] = Pack<T>(d[2 * i], d[2 * i + 1]);
 }

@@ -196,7 +196,7 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
   uint32_t p_operand[Config::kQueries / 16][4], ds_operand[Config::kQueries / 16][4];
 
   // d = A B^T for 64 of the tile's keys and a step's queries.
-  const auto products_over_dim = [&](float(&d)[Config::kQueries / 2], const T* keys,
+  const auto products_over_dim = [&](float (&d)[Config::kQueries / 2], const T* keys,
                                      const T* queries) {
     const uint64_t key_rows = PanelDescriptor(keys + consumer * 64 * kPanelCols);
     const uint64_t query_rows = PanelDescriptor(queries);
@@ -208,8 +208,8 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
     }
     WgmmaCommit();
   };
-  const auto add_over_queries = [&](float(&d)[kHeadDim / 2],
-                                    const uint32_t(&operand)[Config::kQueries / 16][4],
+  const auto add_over_queries = [&](float (&d)[kHeadDim / 2],
+                                    const uint32_t (&operand)[Config::kQueries / 16][4],
                                     const T* queries, bool accumulate) {
     const uint64_t rows = PanelDescriptor(queries, kQueryPanel);
 #pragma unroll
@@ -270,8 +270,7 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
           s[4 * g + 2 * r + 1] = Exp2(s[4 * g + 2 * r + 1] * scale_log2 - shift.y);
         }
       }
-      const bool masked =
-          query < all_visible || query + Config::kQueries > tile.queries;
+      const bool masked = query < all_visible || query + Config::kQueries > tile.queries;
       if (masked) {
 #pragma unroll
         for (int i = 0; i < Config::kQueries / 2; ++i) {
@@ -330,10 +329,10 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
     }
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= p.scale;
-    WritePanels<T, kHeadDim>(
-        dk, reinterpret_cast<char*>(shared.k) + row_in_tile * kPanelRowBytes, kKeyPanel, lane);
-    WritePanels<T, kHeadDim>(
-        dv, reinterpret_cast<char*>(shared.v) + row_in_tile * kPanelRowBytes, kKeyPanel, lane);
+    WritePanels<T, kHeadDim>(dk, reinterpret_cast<char*>(shared.k) + row_in_tile * kPanelRowBytes,
+                             kKeyPanel, lane);
+    WritePanels<T, kHeadDim>(dv, reinterpret_cast<char*>(shared.v) + row_in_tile * kPanelRowBytes,
+                             kKeyPanel, lane);
     release(&shared.full_out[consumer]);
   }
 }
@@ -369,8 +368,8 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
   if (threadIdx.x < 128) {
     RegistersDown<kHeadDim <= 64 ? 40 : 24>();
     if (threadIdx.x == 0) {
-      ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map,
-                                       row_terms_map, shared);
+      ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, row_terms_map,
+                                       shared);
     } else if (threadIdx.x == 32) {
       StoreKeyValueGrad<T, kHeadDim>(a, dkey_map, dvalue_map, shared);
     }
@@ -460,7 +459,7 @@ __device__ __forceinline__ void ConsumeQueryGrad(
   float dq[kHeadDim / 2], s[Config::kKeys / 2], dp[Config::kKeys / 2];
   uint32_t ds_operand[Config::kKeys / 16][4];
 
-  const auto products_over_dim = [&](float(&d)[Config::kKeys / 2], const T* queries,
+  const auto products_over_dim = [&](float (&d)[Config::kKeys / 2], const T* queries,
                                      const T* keys) {
     const uint64_t query_rows = PanelDescriptor(queries + consumer * 64 * kPanelCols);
     const uint64_t key_rows = PanelDescriptor(keys);
@@ -556,17 +555,16 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       WgmmaWait<0>();
       Pin(dq);
       if (cleared) {
-        SpreadNonFinite<kHeadDim, 256, true>(dq, shared.nearest, [&](int r, int key) {
-          return j * Config::kKeys + key < limit[r];
-        });
+        SpreadNonFinite<kHeadDim, 256, true>(
+            dq, shared.nearest, [&](int r, int key) { return j * Config::kKeys + key < limit[r]; });
       }
       release(&shared.empty_k[at.stage]);
       at.Advance<Config::kStages>();
     }
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dq[i] *= p.scale;
-    WritePanels<T, kHeadDim>(
-        dq, reinterpret_cast<char*>(shared.q) + row_in_tile * kPanelRowBytes, kQueryPanel, lane);
+    WritePanels<T, kHeadDim>(dq, reinterpret_cast<char*>(shared.q) + row_in_tile * kPanelRowBytes,
+                             kQueryPanel, lane);
     release(&shared.full_out[consumer]);
   }
 }
@@ -682,8 +680,8 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output
     a.row_blocks = int((rows + 127) / 128);
     a.tiles = int(p.batch * heads) * a.row_blocks;
     a.heads_per_group = HeadsPerGroup(bytes_per_head, p.batch * heads);
-    if (cudaError_t error = cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
         error != cudaSuccess) {
       return Internal(cudaGetErrorString(error));
     }
@@ -693,16 +691,15 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output
   };
   const int64_t group_size = p.heads / p.kv_heads;
   if (Status s = launch(KeyValueGradSm90Kernel<T, kHeadDim>,
-                        sizeof(typename KeyValueConfig::template Shared<T>), p.kv_heads,
-                        p.seq_k, p.seq_q * row_bytes * group_size, query_64, key_128, value_128,
-                        doutput_64, row_terms_map, dkey_64, dvalue_64);
+                        sizeof(typename KeyValueConfig::template Shared<T>), p.kv_heads, p.seq_k,
+                        p.seq_q * row_bytes * group_size, query_64, key_128, value_128, doutput_64,
+                        row_terms_map, dkey_64, dvalue_64);
       !s.ok()) {
     return s;
   }
-  return launch(QueryGradSm90Kernel<T, kHeadDim>,
-                sizeof(typename QueryConfig::template Shared<T>), p.heads, p.seq_q,
-                p.seq_k * row_bytes / group_size, query_128, key_n, value_n, doutput_128,
-                dquery_64);
+  return launch(QueryGradSm90Kernel<T, kHeadDim>, sizeof(typename QueryConfig::template Shared<T>),
+                p.heads, p.seq_q, p.seq_k * row_bytes / group_size, query_128, key_n, value_n,
+                doutput_128, dquery_64);
 }
 
 }  // namespace tf_ops

@@ -131,8 +131,8 @@ __device__ __forceinline__ void ProduceForward(
                            j * kBlockN, tile.batch);
       BarrierWait(&shared.empty_v[at.stage], at.parity ^ 1);
       BarrierExpectBytes(&shared.full_v[at.stage], sizeof shared.v[0]);
-      LoadPanels<kHeadDim>(shared.v[at.stage], kBlockN, value_map, &shared.full_v[at.stage], kv_head,
-                           j * kBlockN, tile.batch);
+      LoadPanels<kHeadDim>(shared.v[at.stage], kBlockN, value_map, &shared.full_v[at.stage],
+                           kv_head, j * kBlockN, tile.batch);
       at.Advance<Config::kStages>();
     }
   }
@@ -393,8 +393,7 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
 }
 
 template <typename T, int kHeadDim>
-Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output,
-                            float* lse) {
+Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output, float* lse) {
   using Config = Sm90Forward<kHeadDim>;
   CUtensorMap query_map, key_map, value_map, output_map;
   if (!MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, Config::kBlockM,
@@ -409,20 +408,20 @@ Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output,
   Sm90ForwardArguments a{p, output, lse};
   a.query_blocks = int((p.seq_q + Config::kBlockM - 1) / Config::kBlockM);
   a.tiles = int(p.batch * p.heads) * a.query_blocks;
-  a.heads_per_group =
-      HeadsPerGroup(p.seq_k * (p.head_dim + p.value_dim) * int64_t{sizeof(T)} * p.kv_heads / p.heads,
-                    p.batch * p.heads);
+  a.heads_per_group = HeadsPerGroup(
+      p.seq_k * (p.head_dim + p.value_dim) * int64_t{sizeof(T)} * p.kv_heads / p.heads,
+      p.batch * p.heads);
 
   auto* kernel = AttentionForwardSm90Kernel<T, kHeadDim>;
   constexpr int kSharedBytes = sizeof(typename Config::template Shared<T>);
-  if (cudaError_t error = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       error != cudaSuccess) {
     return Internal(cudaGetErrorString(error));
   }
   const int blocks = std::min(CurrentDevice().multiprocessors, a.tiles);
   kernel<<<blocks, Config::kThreads, kSharedBytes, gpu.stream>>>(a, query_map, key_map, value_map,
-                                                                   output_map);
+                                                                 output_map);
   return CudaStatus();
 }
 

@@ -27,14 +27,13 @@ __device__ __forceinline__ void BarrierInit(uint64_t* barrier, int arrivals) {
                "r"(arrivals));
 }
 __device__ __forceinline__ void BarrierArrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier))
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
 __device__ __forceinline__ void BarrierExpectBytes(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   SharedAddress(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 // Returns once the phase of that parity is over. A fresh barrier counts as past parity 1.
 __device__ __forceinline__ void BarrierWait(uint64_t* barrier, uint32_t parity) {
@@ -163,47 +162,48 @@ constexpr uint64_t kStepKMajor = 32 / 16;
 constexpr uint64_t kStepMnMajor = 16 * kPanelRowBytes / 16;
 
 // Operand lists of the asm statements below.
-#define TF_OPS_D8(i)                                                                            \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),   \
+#define TF_OPS_D8(i)                                                                          \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define TF_OPS_D40(i) \
   TF_OPS_D8(i), TF_OPS_D8(i + 8), TF_OPS_D8(i + 16), TF_OPS_D8(i + 24), TF_OPS_D8(i + 32)
 #define TF_OPS_D32(i) TF_OPS_D8(i), TF_OPS_D8(i + 8), TF_OPS_D8(i + 16), TF_OPS_D8(i + 24)
-#define TF_OPS_LIST64 \
+#define TF_OPS_LIST64                                                      \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TF_OPS_OUT64 TF_OPS_D32(0)
-#define TF_OPS_LIST80 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+#define TF_OPS_LIST80                                                                \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39"
 #define TF_OPS_OUT80 TF_OPS_D40(0)
-#define TF_OPS_LIST96 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+#define TF_OPS_LIST96                                                                \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define TF_OPS_OUT96 TF_OPS_D32(0), TF_OPS_D8(32), TF_OPS_D8(40)
-#define TF_OPS_LIST128 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+#define TF_OPS_LIST128                                                               \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define TF_OPS_OUT128 TF_OPS_D32(0), TF_OPS_D32(32)
-#define TF_OPS_LIST256 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+#define TF_OPS_LIST256                                                                           \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define TF_OPS_OUT256 TF_OPS_D32(0), TF_OPS_D32(32), TF_OPS_D32(64), TF_OPS_D32(96)
-#define TF_OPS_WGMMA(n, type, a, b, transpose, accumulate_index, ...)                        \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" accumulate_index ", 0;\n"               \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                 \
-               " {" TF_OPS_LIST##n "}, " a ", %" b ", p, 1, 1, " transpose ";\n}"              \
-               : TF_OPS_OUT##n                                                              \
+#define TF_OPS_WGMMA(n, type, a, b, transpose, accumulate_index, ...)                              \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" accumulate_index                               \
+               ", 0;\n"                                                                            \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" TF_OPS_LIST##n \
+               "}, " a ", %" b ", p, 1, 1, " transpose ";\n}"                                      \
+               : TF_OPS_OUT##n                                                                     \
                : __VA_ARGS__)
 
 // d += A B, or d = A B unless `accumulate`. T is half or bf16. A is K-major in shared memory,
@@ -211,116 +211,107 @@ constexpr uint64_t kStepMnMajor = 16 * kPanelRowBytes / 16;
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(64, "bf16", "%32", "33", "0, %35", "34", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(64, "bf16", "%32", "33", "0, %35", "34", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
   } else {
-    TF_OPS_WGMMA(64, "f16", "%32", "33", "0, %35", "34", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(64, "f16", "%32", "33", "0, %35", "34", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
   }
 }
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
                                       bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(64, "bf16", "{%32, %33, %34, %35}", "36", "%38", "37",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(64, "bf16", "{%32, %33, %34, %35}", "36", "%38", "37", "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));
   } else {
-    TF_OPS_WGMMA(64, "f16", "{%32, %33, %34, %35}", "36", "%38", "37",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(64, "f16", "{%32, %33, %34, %35}", "36", "%38", "37", "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));
   }
 }
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[40], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(80, "bf16", "%40", "41", "0, %43", "42", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(80, "bf16", "%40", "41", "0, %43", "42", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
   } else {
-    TF_OPS_WGMMA(80, "f16", "%40", "41", "0, %43", "42", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(80, "f16", "%40", "41", "0, %43", "42", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
   }
 }
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[40], const uint32_t (&a)[4], uint64_t b,
                                       bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(80, "bf16", "{%40, %41, %42, %43}", "44", "%46", "45",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(80, "bf16", "{%40, %41, %42, %43}", "44", "%46", "45", "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));
   } else {
-    TF_OPS_WGMMA(80, "f16", "{%40, %41, %42, %43}", "44", "%46", "45",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(80, "f16", "{%40, %41, %42, %43}", "44", "%46", "45", "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));
   }
 }
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[48], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(96, "bf16", "%48", "49", "0, %51", "50", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(96, "bf16", "%48", "49", "0, %51", "50", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
   } else {
-    TF_OPS_WGMMA(96, "f16", "%48", "49", "0, %51", "50", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(96, "f16", "%48", "49", "0, %51", "50", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
   }
 }
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[48], const uint32_t (&a)[4], uint64_t b,
                                       bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(96, "bf16", "{%48, %49, %50, %51}", "52", "%54", "53",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(96, "bf16", "{%48, %49, %50, %51}", "52", "%54", "53", "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));
   } else {
-    TF_OPS_WGMMA(96, "f16", "{%48, %49, %50, %51}", "52", "%54", "53",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(96, "f16", "{%48, %49, %50, %51}", "52", "%54", "53", "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));
   }
 }
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(128, "bf16", "%64", "65", "0, %67", "66", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(128, "bf16", "%64", "65", "0, %67", "66", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
   } else {
-    TF_OPS_WGMMA(128, "f16", "%64", "65", "0, %67", "66", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(128, "f16", "%64", "65", "0, %67", "66", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
   }
 }
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
                                       bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(128, "bf16", "{%64, %65, %66, %67}", "68", "%70", "69",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(128, "bf16", "{%64, %65, %66, %67}", "68", "%70", "69", "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));
   } else {
-    TF_OPS_WGMMA(128, "f16", "{%64, %65, %66, %67}", "68", "%70", "69",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(128, "f16", "{%64, %65, %66, %67}", "68", "%70", "69", "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));
   }
 }
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(256, "bf16", "%128", "129", "0, %131", "130", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(256, "bf16", "%128", "129", "0, %131", "130", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
   } else {
-    TF_OPS_WGMMA(256, "f16", "%128", "129", "0, %131", "130", "l"(a), "l"(b),
-                 "r"(int(accumulate)), "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(256, "f16", "%128", "129", "0, %131", "130", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
   }
 }
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[128], const uint32_t (&a)[4], uint64_t b,
                                       bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
-    TF_OPS_WGMMA(256, "bf16", "{%128, %129, %130, %131}", "132", "%134", "133",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
+    TF_OPS_WGMMA(256, "bf16", "{%128, %129, %130, %131}", "132", "%134", "133", "r"(a[0]),
+                 "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
                  "n"(int(kTransposedB)));
   } else {
-    TF_OPS_WGMMA(256, "f16", "{%128, %129, %130, %131}", "132", "%134", "133",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),
-                 "n"(int(kTransposedB)));
+    TF_OPS_WGMMA(256, "f16", "{%128, %129, %130, %131}", "132", "%134", "133", "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransposedB)));
   }
 }
 
@@ -354,10 +345,10 @@ bool EncodeTensorMap(CUtensorMapDataType type, const void* data, const cuuint64_
   }();
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
-  return encode && encode(map, type, kRank, const_cast<void*>(data), dims, strides, box, steps,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode &&
+         encode(map, type, kRank, const_cast<void*>(data), dims, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // Describes 16-bit [batch, rows, heads, dim] to the copy engine, in boxes of 64 columns of one
@@ -370,9 +361,9 @@ bool MakeTensorMap(const void* data, int64_t dim, int64_t heads, int64_t rows, i
   const cuuint64_t row_bytes = dim * sizeof(T);
   const cuuint64_t strides[] = {row_bytes, row_bytes * heads, row_bytes * heads * rows};
   const cuuint32_t box[] = {kPanelCols, 1, cuuint32_t(box_rows), 1};
-  return EncodeTensorMap(std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                         data, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, map);
+  return EncodeTensorMap(
+      std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      data, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, map);
 }
 
 // Describes float32 [rows, cols], in boxes of `box_cols` of one row.

@@ -6,7 +6,7 @@ namespace tf_ops {
 
 template Status AttentionForwardSm90<half, 128>(Gpu, const AttentionProblem&, half*, float*);
 template Status AttentionBackwardSm90<half, 128>(Gpu, const AttentionProblem&, const half*,
-                                                const half*, const float*, const float*, half*, half*,
-                                                half*, float*);
+                                                 const half*, const float*, const float*, half*,
+                                                 half*, half*, float*);
 
 }  // namespace tf_ops
