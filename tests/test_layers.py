@@ -84,10 +84,15 @@ def check_layer(name, config, inputs, policy="float32", masks=(), compiled=False
 
     ulp = float(ml_dtypes.finfo(ours.compute_dtype).eps)
     for order, (ratio, ulps) in enumerate([(2, 4), (3, 8)]):
+        largest = [np.abs(e).max(initial=0) for e in exact[order]]
         for i, (a, s, e) in enumerate(zip(actual[order], stock[order], exact[order], strict=True)):
             assert a.dtype == s.dtype and a.shape == s.shape
-            allowed = ratio * error(s, e) + ulps * ulp * np.abs(e).max(initial=0)
-            assert error(a, e) <= allowed, f"order {order}, number {i}"
+            # A softmax does not see the key's bias: its gradient is what rounding leaves of the
+            # others', and is measured by those.
+            scale = largest[i] if largest[i] > 1e-12 * max(largest) else max(largest)
+            allowed = ratio * error(s, e) + ulps * ulp * scale
+            off = error(a, e)
+            assert off <= allowed, f"order {order}, number {i}: off by {off}, not {allowed}"
 
 
 def ops_of(layer, *inputs, **kwargs):
