@@ -104,7 +104,7 @@ def test_layer_modes(dtype, mode):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 21])
-@pytest.mark.parametrize("has_residual, has_scale", itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize("has_residual, has_scale", list(itertools.product([False, True], repeat=2)))
 def test_rms_arguments(has_residual, has_scale, rows, dtype):
     names = ["scale"] * has_scale + ["residual"] * has_residual
     shapes = {"scale": (33,), "residual": (rows, 33)}
@@ -120,7 +120,7 @@ def test_rms_arguments(has_residual, has_scale, rows, dtype):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 21])
-@pytest.mark.parametrize("given", itertools.product([False, True], repeat=3), ids=str)
+@pytest.mark.parametrize("given", list(itertools.product([False, True], repeat=3)), ids=str)
 def test_layer_arguments(given, rows, dtype):
     names = list(itertools.compress(["gamma", "beta", "residual"], given))
     shapes = {"gamma": (33,), "beta": (33,), "residual": (rows, 33)}
@@ -197,14 +197,13 @@ def test_weights_with_leading_axes(shape, weight, dtype):
 )
 def test_as_keras_on_any_axis(axis, scale, gamma, graph):
     x = normal([3, 4, 5])
-    mode = lambda fn, inputs: in_mode(fn, "graph", inputs) if graph and scale else fn
+    mode = lambda fn, inputs: in_mode(fn, "graph", inputs) if graph else fn
     for ours, stock, weights in [
         (rms_normalization, keras.ops.rms_normalization, [normal(scale)]),
         (layer_normalization, keras.ops.layer_normalization, [normal(gamma), normal(gamma, seed=1)]),
     ]:
         run = lambda x, *w: ours(x, *w, axis=axis)
-        if graph and any(w.shape.rank != len(axis if hasattr(axis, "__len__") else [axis])
-                         for w in weights):
+        if graph and any(w.shape.rank != np.size(axis) for w in weights):
             continue  # what broadcasts must be known
         actual = both_gradients(mode(run, [x, *weights]), x, *weights)
         expected = both_gradients(lambda x, *w: stock(x, *w, axis=axis), x, *weights)
@@ -466,7 +465,7 @@ def test_statistics_of_the_raw_ops_are_differentiable():
         return outputs.mean, outputs.rstd, rms.rstd
 
     def stock(x):
-        mean, variance = tf.nn.moments(x, [-1])
+        mean, variance = tf.reduce_mean(x, -1), tf.math.reduce_variance(x, -1)
         square = tf.reduce_mean(x * x, -1)
         return mean, tf.math.rsqrt(variance + EPSILON), tf.math.rsqrt(square + EPSILON)
 
