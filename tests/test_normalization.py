@@ -68,9 +68,7 @@ def test_rms_normalization(shape, dtype):
     check(
         lambda x, scale: rms_normalization(x, scale, epsilon=EPSILON),
         lambda x, scale: rms_reference(x, scale)[0],
-        [shape, shape[-1:]],
-        dtype,
-        "eager",
+        [shape, shape[-1:]], dtype, "eager",
     )
 
 
@@ -79,9 +77,7 @@ def test_layer_normalization(shape, dtype):
     check(
         lambda x, gamma, beta: layer_normalization(x, gamma, beta, epsilon=EPSILON),
         lambda x, gamma, beta: layer_reference(x, gamma, beta)[0],
-        [shape, shape[-1:], shape[-1:]],
-        dtype,
-        "eager",
+        [shape, shape[-1:], shape[-1:]], dtype, "eager",
     )
 
 
@@ -93,10 +89,7 @@ def test_rms_modes(dtype, mode):
             x, scale, [-2, -1], EPSILON, residual=residual, scale_offset=1.0, return_residual=True
         ),
         lambda x, scale, residual: rms_reference(x, scale, residual, 1, [-2, -1]),
-        [(2, 3, 5, 7), (5, 7), (2, 3, 5, 7)],
-        dtype,
-        mode,
-        second_order=True,
+        [(2, 3, 5, 7), (5, 7), (2, 3, 5, 7)], dtype, mode, second_order=True,
     )
 
 
@@ -106,15 +99,12 @@ def test_layer_modes(dtype, mode):
             x, gamma, beta, [-2, -1], EPSILON, residual=residual, return_residual=True
         ),
         lambda x, gamma, beta, residual: layer_reference(x, gamma, beta, residual, [-2, -1]),
-        [(2, 3, 5, 7), (5, 7), (5, 7), (2, 3, 5, 7)],
-        dtype,
-        mode,
-        second_order=True,
+        [(2, 3, 5, 7), (5, 7), (5, 7), (2, 3, 5, 7)], dtype, mode, second_order=True,
     )
 
 
 @pytest.mark.parametrize("rows", [0, 1, 21])
-@pytest.mark.parametrize("has_residual, has_scale", itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize("has_residual, has_scale", list(itertools.product([False, True], repeat=2)))
 def test_rms_arguments(has_residual, has_scale, rows, dtype):
     names = ["scale"] * has_scale + ["residual"] * has_residual
     shapes = {"scale": (33,), "residual": (rows, 33)}
@@ -125,15 +115,12 @@ def test_rms_arguments(has_residual, has_scale, rows, dtype):
                 x, epsilon=EPSILON, scale_offset=offset, **take(args)
             ),
             lambda x, *args: rms_reference(x, offset=offset, **take(args))[0],
-            [(rows, 33), *(shapes[n] for n in names)],
-            dtype,
-            "eager",
-            second_order=rows == 1,
+            [(rows, 33), *(shapes[n] for n in names)], dtype, "eager", second_order=rows == 1,
         )
 
 
 @pytest.mark.parametrize("rows", [0, 1, 21])
-@pytest.mark.parametrize("given", itertools.product([False, True], repeat=3), ids=str)
+@pytest.mark.parametrize("given", list(itertools.product([False, True], repeat=3)), ids=str)
 def test_layer_arguments(given, rows, dtype):
     names = list(itertools.compress(["gamma", "beta", "residual"], given))
     shapes = {"gamma": (33,), "beta": (33,), "residual": (rows, 33)}
@@ -141,10 +128,7 @@ def test_layer_arguments(given, rows, dtype):
     check(
         lambda x, *args: layer_normalization(x, epsilon=EPSILON, **take(args)),
         lambda x, *args: layer_reference(x, **take(args))[0],
-        [(rows, 33), *(shapes[n] for n in names)],
-        dtype,
-        "eager",
-        second_order=rows == 1,
+        [(rows, 33), *(shapes[n] for n in names)], dtype, "eager", second_order=rows == 1,
     )
 
 
@@ -154,9 +138,7 @@ def test_weights_of_another_dtype(weight_dtype, dtype):
     check(
         lambda x, scale: rms_normalization(x, scale, epsilon=EPSILON, scale_offset=1),
         lambda x, scale: rms_reference(x, scale, offset=1)[0],
-        [(50, 40), weights[0]],
-        dtype,
-        "eager",
+        [(50, 40), weights[0]], dtype, "eager",
     )
     for beta_dtype in {weight_dtype, tf.float32}:
         gamma, beta = weights[0], tf.cast(weights[1], beta_dtype)
@@ -186,16 +168,12 @@ def test_weights_with_leading_axes(shape, weight, dtype):
     check(
         lambda x, scale: rms_normalization(x, scale, epsilon=EPSILON),
         lambda x, scale: rms_reference(x, scale)[0],
-        [shape, weight],
-        dtype,
-        "eager",
+        [shape, weight], dtype, "eager",
     )
     check(
         lambda x, gamma, beta: layer_normalization(x, gamma, beta, epsilon=EPSILON),
         lambda x, gamma, beta: layer_reference(x, gamma, beta)[0],
-        [shape, weight, weight],
-        dtype,
-        "eager",
+        [shape, weight, weight], dtype, "eager",
     )
 
 
@@ -219,19 +197,13 @@ def test_weights_with_leading_axes(shape, weight, dtype):
 )
 def test_as_keras_on_any_axis(axis, scale, gamma, graph):
     x = normal([3, 4, 5])
-    mode = lambda fn, inputs: in_mode(fn, "graph", inputs) if graph and scale else fn
+    mode = lambda fn, inputs: in_mode(fn, "graph", inputs) if graph else fn
     for ours, stock, weights in [
         (rms_normalization, keras.ops.rms_normalization, [normal(scale)]),
-        (
-            layer_normalization,
-            keras.ops.layer_normalization,
-            [normal(gamma), normal(gamma, seed=1)],
-        ),
+        (layer_normalization, keras.ops.layer_normalization, [normal(gamma), normal(gamma, seed=1)]),
     ]:
         run = lambda x, *w: ours(x, *w, axis=axis)
-        if graph and any(
-            w.shape.rank != len(axis if hasattr(axis, "__len__") else [axis]) for w in weights
-        ):
+        if graph and any(w.shape.rank != np.size(axis) for w in weights):
             continue  # what broadcasts must be known
         actual = both_gradients(mode(run, [x, *weights]), x, *weights)
         expected = both_gradients(lambda x, *w: stock(x, *w, axis=axis), x, *weights)
@@ -293,9 +265,7 @@ def test_ten_dimensions(dtype):
     check(
         lambda x, scale: rms_normalization(x, scale, axis=(8, 9), epsilon=EPSILON),
         lambda x, scale: rms_reference(x, scale, axis=(8, 9))[0],
-        [(2, 1, 1, 2, 1, 1, 1, 1, 3, 5), (3, 5)],
-        dtype,
-        "eager",
+        [(2, 1, 1, 2, 1, 1, 1, 1, 3, 5), (3, 5)], dtype, "eager",
     )
 
 
@@ -335,9 +305,7 @@ def test_huge_and_tiny_numbers_as_stock(factor, subtract_mean):
     expected = both_gradients(lambda x, w: stock(x, w)[0], x, scale)
     for a, e in zip(actual, expected, strict=True):
         largest = np.abs(e).max()
-        # Stock flushes denormals to zero; the GPU kernels need not.
-        denormal = np.finfo(np.float32).tiny
-        np.testing.assert_allclose(a, e, rtol=1e-4, atol=max(1e-4 * min(largest, 1), denormal))
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4 * min(largest, 1))
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
@@ -390,16 +358,12 @@ def test_hidden_sizes_that_others_refuse(cols):
         check(
             lambda x, scale, r: rms_normalization(x, scale, epsilon=EPSILON, residual=r),
             lambda x, scale, r: rms_reference(x, scale, r)[0],
-            [*shapes, shapes[0]],
-            dtype,
-            "eager",
+            [*shapes, shapes[0]], dtype, "eager",
         )
         check(
             lambda x, *w: layer_normalization(x, *w, epsilon=EPSILON),
             lambda x, *w: layer_reference(x, *w)[0],
-            [*shapes, shapes[1]],
-            dtype,
-            "eager",
+            [*shapes, shapes[1]], dtype, "eager",
         )
 
 
@@ -422,6 +386,7 @@ def test_more_than_2_31_elements(device):
     rows = 2**31 // cols + 3
     x = tf.concat([tf.ones([rows - 4, cols], tf.bfloat16), normal([4, cols], tf.bfloat16)], 0)
     scale = normal([cols], tf.bfloat16)
+
 
     def run(x):
         with tf.GradientTape() as tape:
@@ -500,7 +465,7 @@ def test_statistics_of_the_raw_ops_are_differentiable():
         return outputs.mean, outputs.rstd, rms.rstd
 
     def stock(x):
-        mean, variance = tf.nn.moments(x, [-1])
+        mean, variance = tf.reduce_mean(x, -1), tf.math.reduce_variance(x, -1)
         square = tf.reduce_mean(x * x, -1)
         return mean, tf.math.rsqrt(variance + EPSILON), tf.math.rsqrt(square + EPSILON)
 
@@ -621,9 +586,6 @@ def test_each_instruction_set_on_unaligned_memory(isa, device):
         pytest.skip("of the CPU")
     result = subprocess.run(
         [sys.executable, "-m", "tests.normalization_rows"],
-        cwd=ROOT,
-        env=os.environ | {"TF_OPS_ISA": isa},
-        capture_output=True,
-        text=True,
+        cwd=ROOT, env=os.environ | {"TF_OPS_ISA": isa}, capture_output=True, text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -51,7 +51,7 @@ Status NormalizeGrad(Cpu cpu, const NormalizationProblem& p) {
     using W = decltype(w);
     constexpr bool kMean = decltype(mean)::value;
     // Without weights there are no sums, and rows need not go by parts.
-    const bool sums = dscale || dbeta;
+    const bool sums = p.dscale || p.dbeta;
     const int64_t items = sums ? parts : p.rows;
     const int64_t rows_per_group = p.rows / p.groups;
     const int64_t cost = 4 * p.cols * (sums ? p.rows / std::max<int64_t>(parts, 1) : 1);
@@ -69,8 +69,8 @@ Status NormalizeGrad(Cpu cpu, const NormalizationProblem& p) {
     });
     cpu.ParallelFor(sums ? size : 0, std::max<int64_t>(parts, 1), [&](int64_t begin, int64_t end) {
       const auto sum = TF_OPS_SIMD(SumParts<W>);
-      if (dscale) sum(dscale, parts, size, begin, end, static_cast<W*>(p.dscale));
-      if (dbeta) sum(dbeta, parts, size, begin, end, static_cast<W*>(p.dbeta));
+      if (p.dscale) sum(dscale, parts, size, begin, end, static_cast<W*>(p.dscale));
+      if (p.dbeta) sum(dbeta, parts, size, begin, end, static_cast<W*>(p.dbeta));
     });
   });
 }

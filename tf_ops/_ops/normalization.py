@@ -217,12 +217,21 @@ def _absent(tensor):
     return tensor.shape.rank == 1 and tensor.shape[0] == 0
 
 
+@tf.custom_gradient
+def _saved_sum(x, residual, s):
+    """s, as the sum of x and residual that it is: second-order gradients go to these."""
+    return tf.identity(s), lambda ds: (ds, ds, None)
+
+
 def _normalized(op, x, residual, s, dy, ds):
     """What was normalised, and the gradients of y and s."""
     dy = tf.zeros_like(x) if dy is None else dy
-    if _absent(residual) or not op.get_attr("return_residual") or ds is None:
-        ds = []
-    return (x if _absent(residual) else s), dy, ds
+    if _absent(residual):
+        return x, dy, []
+    if op.get_attr("return_residual"):
+        return s, dy, [] if ds is None else ds
+    # Nobody has s, so its gradient is zeros, which the kernel need not read.
+    return _saved_sum(x, residual, s), dy, []
 
 
 def _residual_gradient(x, residual, dx):
