@@ -17,7 +17,7 @@ cc_library(
     includes = ["include", "include/external/highwayhash", "include/external/farmhash_archive/src"],
     defines = ["_GLIBCXX_USE_CXX11_ABI=1", "EIGEN_MAX_ALIGN_BYTES=64"],
 )
-cc_library(name = "version", defines = ['TF_OPS_BUILD=\\\\"tensorflow={version}\\\\ cuda={cuda}\\\\ archs={archs}\\\\"'])
+cc_library(name = "version", defines = ['TF_OPS_TENSORFLOW_VERSION=\\\\"{version}\\\\"'])
 cc_library(
     name = "tf",
     linkopts = ["-L{tf}", "-l:libtensorflow_framework.so.2", "-l:libtensorflow_cc.so.2"],
@@ -44,7 +44,7 @@ def _tf_configure(ctx):
         if top.stdout.strip() and archive.exists:
             ctx.symlink(archive, "libcudart_static.a")
             break
-    ctx.file("BUILD", _BUILD.format(tf = tf, version = version, cuda = "", archs = ""))
+    ctx.file("BUILD", _BUILD.format(tf = tf, version = version))
 
 tf_configure = repository_rule(
     implementation = _tf_configure,
