@@ -272,6 +272,7 @@ def check_logits(what, logits, expected, args):
 def serve(model, text, compiler, args):
     """Exports the model; runs it in a fresh Python and in C; prints what it writes."""
     saved_model, prompt, logits = (args.out / name for name in ("saved_model", "prompt", "logits"))
+    print("\nThe SavedModel runs elsewhere:")
     model.export(saved_model, verbose=False)
     start = text[len(text) // 2 :][: args.seq // 2]
     start.tofile(prompt)
@@ -346,13 +347,13 @@ def main():
     )
     results = train_in_turns(args)
 
-    # Weights files load both ways: stock's before the training, ours after it.
-    for model in models.values():
-        model.load_weights(args.out / f"{OURS}.weights.h5")
     sample = text[None, : args.seq].astype("int32")
-    logits = [models[kind](sample).numpy() for kind in (STOCK, OURS)]
-    print("\nWeights files load both ways.")
-    check_logits("Weights trained with tf_ops, in stock Keras's model", *logits, args)
+    print("\nWeights files load both ways:")
+    for kind, other in (STOCK, OURS), (OURS, STOCK):
+        for model in models.values():
+            model.load_weights(args.out / f"{kind}.weights.h5")
+        logits, expected = models[other](sample).numpy(), models[kind](sample).numpy()
+        check_logits(f"{kind}'s weights in the model of {other}", logits, expected, args)
     serve(models[OURS], text, compiler, args)
     report(results, args.steps // TURNS, args)
 
