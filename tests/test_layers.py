@@ -86,7 +86,11 @@ def check_layer(name, config, inputs, policy="float32", masks=(), compiled=False
     for order, (ratio, ulps) in enumerate([(2, 4), (3, 8)]):
         for i, (a, s, e) in enumerate(zip(actual[order], stock[order], exact[order], strict=True)):
             assert a.dtype == s.dtype and a.shape == s.shape
-            allowed = ratio * error(s, e) + ulps * ulp * np.abs(e).max(initial=0)
+            largest = np.abs(e).max(initial=0)
+            if largest < 1e-9:
+                # Softmax ignores the bias of the keys: its gradient is a sum that cancels.
+                largest = max(np.abs(x).max(initial=0) for x in exact[order])
+            allowed = ratio * error(s, e) + ulps * ulp * largest
             assert error(a, e) <= allowed, f"order {order}, number {i}"
 
 
