@@ -89,6 +89,8 @@ struct AttentionPairs {
   }
 };
 
+__device__ inline bool SeesOneKey(float delta) { return __float_as_uint(delta) == kOneKeyDelta; }
+
 // AttentionRows of a problem: eight lanes to a row of `output`.
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -124,7 +126,9 @@ __global__ void __launch_bounds__(256)
   const int64_t at = (b * p.heads + h) * p.seq_q + i;
   const bool empty =
       lse[at] == -INFINITY || i >= SeqLength(p.query_seq_lengths, b, p.seq_q);
-  const float delta = dlse ? sum - dlse[at] : sum;
+  const AttentionPairs<T> pairs(p, b, h);
+  const bool one_key = !dlse && min(int64_t{pairs.k_len}, i + pairs.offset + 1) == 1;
+  const float delta = one_key ? __uint_as_float(kOneKeyDelta) : dlse ? sum - dlse[at] : sum;
   rows[at] = empty ? AttentionRow{INFINITY, 0.0f}
                    : AttentionRow{lse[at] * AttentionPairs<T>::kUnit, delta};
 }

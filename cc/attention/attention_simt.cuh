@@ -294,7 +294,7 @@ __device__ void SimtPairGrads(float (&s)[kR][kR], float (&ds)[kR][kR],
       }
       float slope;
       s[r][c] = expf(pairs.Score(s[r][c], i, j, &slope) - row.lse);
-      ds[r][c] = s[r][c] * (ds[r][c] - row.delta);
+      ds[r][c] = SeesOneKey(row.delta) ? 0.0f : s[r][c] * (ds[r][c] - row.delta);
       if (before_cap) ds[r][c] *= slope;
     }
   }

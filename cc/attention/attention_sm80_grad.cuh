@@ -59,6 +59,7 @@ struct PairGrad {
     }
     if constexpr (!kPlain) s = pairs.Score(s, i, j, &slope);
     FromScore(s, dp, row);
+    if (SeesOneKey(row.delta)) dp = 0.0f;
     if (!of_score) dp *= slope;
   }
 };

@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "cc/attention/attention_gpu.h"
 #include "cc/attention/attention_sm90.h"
 #include "cc/common/hopper.cuh"
 
@@ -56,6 +57,10 @@ struct RingPosition {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
 };
+
+__device__ __forceinline__ bool SeesOneKey(float delta) {
+  return __float_as_uint(delta) == kOneKeyDelta;
+}
 
 template <typename T>
 __device__ __forceinline__ uint32_t Pack(float low, float high) {

@@ -307,7 +307,8 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
       if (masked) {
 #pragma unroll
         for (int i = 0; i < Config::kQueries / 2; ++i) {
-          if (s[i] == 0.0f) dp[i] = 0.0f;  // not 0 times what may be NaN
+          // Not 0 times what may be NaN.
+          if (s[i] == 0.0f || SeesOneKey(delta[i / 4 * 8 + i % 2])) dp[i] = 0.0f;
         }
       }
       PackOperand<T>(dp, ds_operand);
@@ -533,7 +534,8 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       if (masked) {
 #pragma unroll
         for (int i = 0; i < Config::kKeys / 2; ++i) {
-          if (s[i] == 0.0f) dp[i] = 0.0f;  // not 0 times what may be NaN
+          // Not 0 times what may be NaN.
+          if (s[i] == 0.0f || SeesOneKey(delta[i / 2 % 2])) dp[i] = 0.0f;
         }
       }
       PackOperand<T>(dp, ds_operand);
@@ -629,7 +631,11 @@ __global__ void __launch_bounds__(256)
     }
     sum = WarpReduce(sum, Sum{});
     const int64_t of_row = (batch * p.heads + head) * p.seq_q + row;
-    if (dlse) sum -= dlse[of_row];
+    if (dlse) {
+      sum -= dlse[of_row];
+    } else if (Sm90Visibility(p, int(batch)).Limit(int(row)) == 1) {
+      sum = __uint_as_float(kOneKeyDelta);
+    }
     if (lse[of_row] != -INFINITY) shift = lse[of_row] * kLog2E;
   }
   if (lane == 0) {

@@ -240,8 +240,9 @@ struct TokenGradient {
     float dx = Exp(x - max) * scale - shift;
     if (is_label) dx -= target;
     if constexpr (kCapped) {
-      const float tanh = x * (1.0f / soft_cap);
-      dx *= 1.0f - tanh * tanh;
+      // 1 - tanh^2, which would cancel where the cap bites.
+      const float e = expf(-2.0f * fabsf(logit * (1.0f / soft_cap)));
+      dx *= 4.0f * e / ((1.0f + e) * (1.0f + e));
     }
     return dx;
   }
