@@ -414,7 +414,8 @@ def test_saved_model_loads_in_a_fresh_process(tmp_path):
     model.save(tmp_path / "model.keras")
     np.save(tmp_path / "tokens.npy", tokens)
     code = (
-        "import keras, numpy as np, tf_ops\n"
+        "import keras, numpy as np, tensorflow as tf, tf_ops\n"
+        "tf.config.experimental.enable_tensor_float_32_execution(False)\n"
         "model = keras.saving.load_model('model.keras')\n"
         "assert type(model.layers[2]).__module__.startswith('tf_ops.')\n"
         "np.save('logits.npy', model(np.load('tokens.npy')))\n"
