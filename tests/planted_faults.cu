@@ -28,6 +28,4 @@ extern "C" void uninitialized(uint64_t x, int n) {
   if (cudaMalloc(&never_written, n * sizeof(float)) != cudaSuccess) return;
   UninitializedKernel<<<1, n>>>(reinterpret_cast<float*>(x), never_written);
 }
-extern "C" void barrier(uint64_t x, int n) {
-  BarrierKernel<<<1, n>>>(reinterpret_cast<float*>(x));
-}
+extern "C" void barrier(uint64_t x, int n) { BarrierKernel<<<1, n>>>(reinterpret_cast<float*>(x)); }

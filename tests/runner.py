@@ -11,11 +11,12 @@ the sanitizer in use catches that fault.
 
 import argparse
 import ctypes
+import os
 import pathlib
 import sys
 import time
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  gives NumPy bfloat16
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -43,8 +44,9 @@ def view(array, address=None):
 class Kernels:
     """The ops of libtf_ops_kernels.so by name, on the CPU or on the first GPU."""
 
-    def __init__(self, path=ROOT / "build" / "libtf_ops_kernels.so"):
-        self.library = ctypes.CDLL(str(path))
+    def __init__(self):
+        path = os.environ.get("TF_OPS_KERNELS", str(ROOT / "build" / "libtf_ops_kernels.so"))
+        self.library = ctypes.CDLL(path)
         self.library.tf_ops_run.restype = ctypes.c_char_p
         self.library.tf_ops_workspace_bytes.restype = ctypes.c_int64
 

@@ -39,9 +39,23 @@ def compare(kernels, gpu, repeat, op, inputs, attributes, outputs):
     return expected, problem
 
 
-def attention_case(dtype, batch=2, seq_q=70, seq_k=90, heads=4, kv_heads=2, head_dim=64,
-                   value_dim=None, bias=None, mask=None, lengths=False, soft_cap=0.0,
-                   is_causal=False, bottom_right=False, lse_gradient=False):
+def attention_case(
+    dtype,
+    batch=2,
+    seq_q=70,
+    seq_k=90,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    value_dim=None,
+    bias=None,
+    mask=None,
+    lengths=False,
+    soft_cap=0.0,
+    is_causal=False,
+    bottom_right=False,
+    lse_gradient=False,
+):
     """Forward and gradients of one attention; bias and mask are shapes."""
     value_dim = head_dim if value_dim is None else value_dim
 
@@ -73,8 +87,13 @@ def attention_case(dtype, batch=2, seq_q=70, seq_k=90, heads=4, kv_heads=2, head
         )[1]
         if bias:
             problem += compare(
-                kernels, gpu, repeat, "TfOps>DotProductAttentionBiasGrad", inputs, attributes,
-                [(bias, dtype)]
+                kernels,
+                gpu,
+                repeat,
+                "TfOps>DotProductAttentionBiasGrad",
+                inputs,
+                attributes,
+                [(bias, dtype)],
             )[1]
         return problem
 
@@ -82,26 +101,43 @@ def attention_case(dtype, batch=2, seq_q=70, seq_k=90, heads=4, kv_heads=2, head
 
 
 def attention_cases():
-    everything = dict(bias=(2, 1, 70, 90), mask=(1, 4, 70, 90), lengths=True, soft_cap=5.0,
-                      is_causal=True, bottom_right=True, lse_gradient=True)
+    everything = dict(
+        bias=(2, 1, 70, 90),
+        mask=(1, 4, 70, 90),
+        lengths=True,
+        soft_cap=5.0,
+        is_causal=True,
+        bottom_right=True,
+        lse_gradient=True,
+    )
     for (name, dtype), dim in itertools.product(FLOATS.items(), (64, 128, 256, 40, 59)):
         yield f"attention/{name}/d{dim}", attention_case(dtype, head_dim=dim)
-        yield f"attention/{name}/d{dim}/causal", attention_case(
-            dtype, seq_q=130, seq_k=130, head_dim=dim, is_causal=True)
-        yield f"attention/{name}/d{dim}/everything", attention_case(
-            dtype, head_dim=dim, **everything)
+        yield (
+            f"attention/{name}/d{dim}/causal",
+            attention_case(dtype, seq_q=130, seq_k=130, head_dim=dim, is_causal=True),
+        )
+        yield (
+            f"attention/{name}/d{dim}/everything",
+            attention_case(dtype, head_dim=dim, **everything),
+        )
     for name, dtype in FLOATS.items():
         yield f"attention/{name}/values_wider", attention_case(dtype, head_dim=33, value_dim=72)
-        yield f"attention/{name}/one", attention_case(
-            dtype, batch=1, seq_q=1, seq_k=1, heads=1, kv_heads=1, head_dim=1)
+        yield (
+            f"attention/{name}/one",
+            attention_case(dtype, batch=1, seq_q=1, seq_k=1, heads=1, kv_heads=1, head_dim=1),
+        )
         yield f"attention/{name}/no_key", attention_case(dtype, seq_k=0)
         yield f"attention/{name}/no_query", attention_case(dtype, seq_q=0)
         yield f"attention/{name}/tall", attention_case(dtype, seq_q=239, seq_k=1, is_causal=True)
-        yield f"attention/{name}/long", attention_case(
-            dtype, seq_q=1, seq_k=239, is_causal=True, bottom_right=True)
+        yield (
+            f"attention/{name}/long",
+            attention_case(dtype, seq_q=1, seq_k=239, is_causal=True, bottom_right=True),
+        )
         for shape in ((1, 1, 1, 1), (2, 1, 1, 90), (1, 4, 70, 1), (2, 4, 70, 90)):
-            yield f"attention/{name}/bias{list(shape)}", attention_case(
-                dtype, bias=shape, is_causal=True)
+            yield (
+                f"attention/{name}/bias{list(shape)}",
+                attention_case(dtype, bias=shape, is_causal=True),
+            )
 
 
 def cases():

@@ -1,6 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cc/attention/attention.h"
 
+#include <algorithm>
+#include <cmath>
 #include <initializer_list>
+
+#include "cc/attention/attention_gpu.h"
 
 namespace tf_ops {
 namespace {
@@ -123,7 +128,7 @@ Status DescribeAttention(const TensorView& query, const TensorView& key, const T
       query_seq_lengths.present() ? query_seq_lengths.as<const int32_t>() : nullptr;
   p.key_value_seq_lengths =
       key_value_seq_lengths.present() ? key_value_seq_lengths.as<const int32_t>() : nullptr;
-  p.scale = scale;
+  p.scale = std::isnan(scale) ? 1.0f / std::sqrt(float(std::max<int64_t>(p.head_dim, 1))) : scale;
   p.soft_cap = soft_cap;
   p.is_causal = is_causal;
   p.bottom_right = bottom_right;
@@ -150,6 +155,26 @@ Status DescribeAttentionGrad(const TensorView& doutput, const TensorView& dlse,
     return Error("the gradient of lse is " + ShapeOf(dlse) + ", lse " + ShapeOf(lse));
   }
   return Ok();
+}
+
+int64_t DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView,
+                                            TensorView, TensorView, TensorView, TensorView,
+                                            TensorView, TensorView, TensorView lse, float, float,
+                                            bool, bool) {
+  // Whole tiles of 128 rows, as attention_sm90_backward.cuh wants them.
+  const int64_t rows = lse.dims[0] * lse.dims[1] * ((lse.dims[2] + 127) / 128 * 128);
+  return 16 + rows * int64_t(sizeof(AttentionRow));
+}
+
+int64_t DotProductAttentionBiasGradGpuWorkspace(TensorView, TensorView, TensorView query,
+                                                TensorView key, TensorView, TensorView bias,
+                                                TensorView, TensorView, TensorView, TensorView,
+                                                TensorView lse, float, float, bool, bool) {
+  const int64_t rows = AlignedBytes(lse.size() * int64_t(sizeof(AttentionRow)));
+  const int64_t bias_dims[4] = {bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]};
+  const int64_t scores_dims[4] = {query.dims[0], query.dims[2], query.dims[1], key.dims[1]};
+  const int splits = BiasGradSplits(bias_dims, scores_dims);
+  return 16 + rows + (splits > 1 ? splits * bias.size() * int64_t(sizeof(float)) : 0);
 }
 
 }  // namespace tf_ops

@@ -1,6 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scaled dot-product attention with an online softmax; the scores are never in memory.
 //
 //   s_ij = cap(scale q_i . k_j) + bias_ij,   cap(x) = c tanh(x / c), or x where soft_cap is 0
+//                                            a scale of NaN is 1 / sqrt(head_dim)
 //   lse_i = log sum over visible j of exp(s_ij)
 //   o_i   = sum over visible j of p_ij v_j,   p_ij = exp(s_ij - lse_i)
 //

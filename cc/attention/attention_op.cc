@@ -1,3 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "cc/attention/attention.h"
 #include "cc/common/op.h"
 #include "tensorflow/core/framework/op.h"
@@ -5,9 +8,19 @@
 
 namespace tf_ops {
 
-using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
+
+namespace {
+
+absl::Status WithRank4(InferenceContext* c, int input, const char* name, ShapeHandle* shape) {
+  if (c->WithRank(c->input(input), 4, shape).ok()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("dot_product_attention: ", name, " is ",
+                                                 c->DebugString(c->input(input)),
+                                                 "; it must have rank 4"));
+}
+
+}  // namespace
 
 REGISTER_OP("TfOps>DotProductAttention")
     .Input("query: T")
@@ -26,15 +39,10 @@ REGISTER_OP("TfOps>DotProductAttention")
     .Attr("T: {float, half, bfloat16}")
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle query, key, value;
-      DimensionHandle unused;
-      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 4, &query));
-      TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 4, &key));
-      TF_RETURN_IF_ERROR(c->WithRank(c->input(2), 4, &value));
-      TF_RETURN_IF_ERROR(c->Merge(c->Dim(query, 0), c->Dim(key, 0), &unused));
-      TF_RETURN_IF_ERROR(c->Merge(c->Dim(query, 0), c->Dim(value, 0), &unused));
-      TF_RETURN_IF_ERROR(c->Merge(c->Dim(query, 3), c->Dim(key, 3), &unused));
-      TF_RETURN_IF_ERROR(c->Merge(c->Dim(key, 1), c->Dim(value, 1), &unused));
-      TF_RETURN_IF_ERROR(c->Merge(c->Dim(key, 2), c->Dim(value, 2), &unused));
+      TF_RETURN_IF_ERROR(WithRank4(c, 0, "query", &query));
+      TF_RETURN_IF_ERROR(WithRank4(c, 1, "key", &key));
+      TF_RETURN_IF_ERROR(WithRank4(c, 2, "value", &value));
+      // Whether the dimensions agree the launcher says better: it names them.
       c->set_output(
           0, c->MakeShape({c->Dim(query, 0), c->Dim(query, 1), c->Dim(query, 2), c->Dim(value, 3)}));
       c->set_output(1, c->MakeShape({c->Dim(query, 0), c->Dim(query, 2), c->Dim(query, 1)}));

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Includes TF_OPS_SIMD_FILE once per instruction set, each time in a namespace of its own:
 //
 //   #define TF_OPS_SIMD_FILE "cc/softmax/softmax_simd.h"
@@ -42,9 +43,9 @@ namespace tf_ops::baseline {
 }  // namespace tf_ops::baseline
 
 #if defined(__x86_64__)
-#define TF_OPS_SIMD(...)                                                    \
-  ::tf_ops::ForThisMachine(&::tf_ops::baseline::__VA_ARGS__,                \
-                           &::tf_ops::avx2::__VA_ARGS__, &::tf_ops::avx512::__VA_ARGS__)
+#define TF_OPS_SIMD(...)                                                                   \
+  ::tf_ops::ForThisMachine(&::tf_ops::baseline::__VA_ARGS__, &::tf_ops::avx2::__VA_ARGS__, \
+                           &::tf_ops::avx512::__VA_ARGS__)
 #else
 #define TF_OPS_SIMD(...) (&::tf_ops::baseline::__VA_ARGS__)
 #endif

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vectors of floats for one instruction set: GCC's vector types, so that + - * / and
 // comparisons are written as such, and what those lack. No include guard and no namespace:
 // foreach_isa.h includes it once per instruction set, inside that set's namespace.
@@ -47,7 +48,8 @@ TF_OPS_INLINE void Store(bf16* p, Floats v) {
 }
 TF_OPS_INLINE void Store(half* p, Floats v) {
 #if TF_OPS_ISA == 3
-  _mm256_storeu_si256((__m256i*)p, _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
+  _mm256_storeu_si256((__m256i*)p,
+                      _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
 #elif TF_OPS_ISA == 2
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
 #else

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cc/attention/attention_sm90_forward.cuh"
+
+namespace tf_ops {
+
+template Status AttentionForwardSm90<half, 256>(Gpu, const AttentionProblem&, half*, float*);
+
+}  // namespace tf_ops

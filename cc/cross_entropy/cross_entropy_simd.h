@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU loops over classes, for one instruction set.
+
+constexpr int kBlock = 1024;  // floats that stay in the nearest cache between two passes
+
+TF_OPS_INLINE Floats Cap(Floats x, float soft_cap) {
+  return soft_cap > 0.0f ? soft_cap * Tanh(x / soft_cap) : x;
+}
+
+template <typename T>
+float CappedLogit(const T* logit, float soft_cap) {
+  return Cap(Set(float(*logit)), soft_cap)[0];
+}
+
+// The sums over x = cap(logits), read once. A block's entries are summed relative to the
+// largest so far, or to 0 while there are only -inf, whose difference would be NaN.
+template <typename T>
+void SumClasses(const T* logits, int64_t classes, float soft_cap, SoftmaxSums* sums) {
+  float max = -INFINITY;
+  double sum = 0.0, sum_x = 0.0;
+  float block[kBlock];
+  for (int64_t begin = 0; begin < classes; begin += kBlock) {
+    const T* p = logits + begin;
+    const int n = classes - begin < kBlock ? classes - begin : kBlock;
+    Floats block_max = Set(max), block_x = {}, block_sum = {};
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      const Floats x = Cap(Load(p + i), soft_cap);
+      block_max = Max(x, block_max);  // passes over NaN, which the sum keeps
+      block_x += x;
+      Store(block + i, x);
+    }
+    if (i < n) {
+      // The lanes beyond the end become -inf after the cap, which would make -c of it.
+      const Floats x = Cap(LoadPartial(p + i, n - i), soft_cap);
+      block_x += x;
+      Store(block + i, x);
+      for (int j = n; j < i + kLanes; ++j) block[j] = -INFINITY;
+      block_max = Max(Load(block + i), block_max);
+    }
+    const float new_max = ReduceMax(block_max);
+    const float reference = new_max == -INFINITY ? 0.0f : new_max;
+    for (i = 0; i < n; i += kLanes) block_sum += Exp(Load(block + i) - reference);
+    sum = sum * Exp(Set(max - reference))[0] + ReduceSum(block_sum);
+    sum_x += ReduceSum(block_x);
+    max = new_max;
+  }
+  *sums = {max, sum, sum_x};
+}
+
+TF_OPS_INLINE Floats Gradient(Floats logit, float soft_cap, TokenGradient g, float target) {
+  const Floats x = Cap(logit, soft_cap);
+  const Floats dx = Exp(x - g.max) * g.scale - (g.shift + target);
+  if (soft_cap == 0.0f) return dx;
+  const Floats tanh = x / soft_cap;
+  return dx * (1.0f - tanh * tanh);
+}
+
+// dlogits of `classes` classes; the label is the one at `label`, which may be outside them.
+// Each vector is read before it is written: dlogits may be logits.
+template <typename T>
+void GradClasses(const T* logits, int64_t classes, int64_t label, float soft_cap, TokenGradient g,
+                 T* dlogits) {
+  const bool has_label = label >= 0 && label < classes;
+  const Floats at_label = Set(has_label ? float(logits[label]) : 0.0f);
+  int64_t i = 0;
+  for (; i + kLanes <= classes; i += kLanes) {
+    Store(dlogits + i, Gradient(Load(logits + i), soft_cap, g, 0.0f));
+  }
+  if (const int n = classes - i; n > 0) {
+    StorePartial(dlogits + i, Gradient(LoadPartial(logits + i, n), soft_cap, g, 0.0f), n);
+  }
+  if (has_label) StorePartial(dlogits + label, Gradient(at_label, soft_cap, g, g.target), 1);
+}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job from end to end, as small as it gets."""
+
+import argparse
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def device():
+    """The example chooses its own."""
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import train_and_serve
+
+    return train_and_serve
+
+
+def test_train_and_serve(tmp_path):
+    flags = {"preset": "cpu", "steps": 10, "layers": 1, "d-model": 32, "seq": 32, "batch": 2}
+    command = [sys.executable, EXAMPLES / "train_and_serve.py", f"--text={EXAMPLES}"]
+    command += [f"--{name}={value}" for name, value in flags.items()] + [f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    same = [line.split(":")[0] for line in lines if ": same logits" in line]
+    assert same == [
+        "stock Keras's weights in the model of tf_ops",
+        "tf_ops's weights in the model of stock Keras",
+        "A fresh Python process",
+        *(["The C server, without Python"] if shutil.which("cc") else []),
+    ]
+    for kind in ("tf_ops", "stock Keras"):
+        assert len(json.loads((tmp_path / f"{kind}.json").read_text())["losses"]) == 10
+        assert any(line.startswith(kind) and len(line.split()) >= 8 for line in lines)
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("fault", ["shifted", "nan", "another choice"])
+def test_different_logits_stop_it(example, fault):
+    args = argparse.Namespace(policy="float32", gpu=False)
+    expected = np.random.default_rng(0).normal(size=(2, 3, 256)).astype("float32")
+    example.check_logits("same", expected + 1e-6, expected, args)
+    logits = expected.copy()
+    if fault == "shifted":
+        logits += 1e-2
+    elif fault == "nan":
+        logits[0, 1, 2] = np.nan
+    else:
+        args.policy = "mixed_bfloat16"
+        expected[0, 0, 5] = logits[0, 0, 5] = 9
+        logits[0, 0, 6] = 9.1
+        expected[0, 0, 6] = 0
+    with pytest.raises(SystemExit, match="DIFFERENT"):
+        example.check_logits(fault, logits, expected, args)
+
+
+def test_losses_that_part_stop_it(example, tmp_path):
+    args = argparse.Namespace(policy="float32", gpu=False, steps=20, out=tmp_path)
+    ours = {"losses": [2.0] * 20, "seconds": [0.1] * 20, "peak_bytes": 1e6, "jit": False}
+    stock = ours | {"losses": [2.0] * 19 + [2.03]}
+    example.report({"tf_ops": ours, "stock Keras": dict(ours)}, 2, args)
+    with pytest.raises(SystemExit, match="DIFFER"):
+        example.report({"tf_ops": ours, "stock Keras": stock}, 2, args)
+
+
+def test_unfit_text_is_refused(example, tmp_path):
+    with pytest.raises(SystemExit, match="No such file"):
+        example.read_text(tmp_path / "missing", 8)
+    (tmp_path / "short.py").write_text("pass\n")
+    with pytest.raises(SystemExit, match="80 are needed"):
+        example.read_text(tmp_path, 8)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m tf_ops info: what is loaded, and what serves what."""
+
+import argparse
+import pathlib
+import re
+
+import tensorflow as tf
+from tensorflow.python.framework import kernels, ops
+
+import tf_ops
+from tf_ops import _library
+
+
+def kernels_of(op):
+    """The device types that `op` has kernels for; those of XLA show once XLA was used."""
+    return {kernel.device_type for kernel in kernels.get_registered_kernels_for_op(op).kernel}
+
+
+def describe_gpus(cuda):
+    """A line per GPU, and one that says what keeps the GPUs from being used."""
+    gpus = tf.config.list_physical_devices("GPU")
+    lines = []
+    for gpu in gpus:
+        details = tf.config.experimental.get_device_details(gpu)
+        capability = ".".join(map(str, details.get("compute_capability", ())))
+        lines.append(f"{details.get('device_name', gpu.name)}, compute capability {capability}")
+    version = pathlib.Path("/proc/driver/nvidia/version")
+    driver = re.search(r"\s(\d+)\.\d\S*", version.read_text()) if version.exists() else None
+    if driver:
+        lines.append(f"driver {driver[0].strip()}")
+    if driver and cuda.startswith("13.") and int(driver[1]) < 580:
+        lines.append(f"the driver is too old for CUDA {cuda}: update it to 580 or later")
+    if gpus and not cuda:
+        lines.append("this build has no GPU kernels: install nvcc and run make")
+    return lines or ["none"]
+
+
+def info():
+    """Prints versions, devices, and for each op what serves it."""
+    built = _library.build_info()
+    print(f"tf_ops      {tf_ops.__version__}, {_library.PATH}")
+    print(f"TensorFlow  {tf.__version__}, built for {built['tensorflow']}")
+    print(f"CPU         {_library.instruction_set()}")
+    cuda = f"{built['cuda']} for {built['archs']}" if built["cuda"] else "not in this build"
+    print(f"CUDA        {cuda}")
+    for i, line in enumerate(describe_gpus(built["cuda"])):
+        print(f"{'' if i else 'GPU':12}{line}")
+
+    tf.function(lambda x: x + 1, jit_compile=True)(0.0)
+    # A TensorFlow for the CPU only knows no XLA for GPUs.
+    devices = [d for d in ["CPU", "GPU", "XLA_CPU_JIT", "XLA_GPU_JIT"] if d in kernels_of("AddV2")]
+    print(f"\n{'op':42}", *(f"{column:12}" for column in [*devices, "gradient"]))
+    for op in tf_ops.list_ops():
+        served = [device in kernels_of(op) for device in devices]
+        served.append(op in ops.gradient_registry.list())
+        print(f"{op:42}", *(f"{'yes' if yes else '-':12}" for yes in served))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tf_ops")
+    commands = parser.add_subparsers(required=True)
+    commands.add_parser("info", help=info.__doc__).set_defaults(run=info)
+    parser.parse_args().run()

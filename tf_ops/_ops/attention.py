@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaled dot-product attention."""
+
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from tf_ops._gradient import register_second_order
+from tf_ops._library import library
+from tf_ops._operation import operation
+
+_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
+MAX_HEAD_DIM = 256
+_ATTRIBUTES = ("scale", "soft_cap", "is_causal", "bottom_right")
+
+
+@operation
+def dot_product_attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    scale=None,
+    is_causal=False,
+    flash_attention=None,
+    attn_logits_soft_cap=None,
+    *,
+    causal_alignment="top_left",
+    local_window_size=None,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    sink=None,
+    dropout_rate=0.0,
+    seed=None,
+    return_lse=False,
+):
+    """Returns softmax(cap(scale · query · keyᵀ) + bias) · value over the visible keys.
+
+    A key is visible to a query when `mask`, the causal mask and both lengths allow it. A query
+    that sees no key, and one beyond its length, gives 0 and has no gradient. What is invisible
+    reaches neither the output nor a gradient, NaN and Inf included. Memory grows with the
+    sequence, not with its square.
+
+    Args:
+        query: [batch, seq_q, heads, head_dim] tensor of float32, float16 or bfloat16. Where the
+            dtypes of query, key and value differ, all are taken in float32.
+        key: [batch, seq_k, kv_heads, head_dim]; heads is a multiple of kv_heads.
+        value: [batch, seq_k, kv_heads, value_dim]; head_dim and value_dim are at most 256.
+        bias: broadcasts to [batch, heads, seq_q, seq_k]; added to the scaled, capped logits.
+        mask: bool tensor that broadcasts like `bias`; True lets a query see a key.
+        scale: float or scalar tensor; by default 1 / sqrt(head_dim).
+        is_causal: bool; a query sees the keys up to its own position.
+        flash_attention: accepted for the sake of Keras; the same kernel serves all its values.
+        attn_logits_soft_cap: positive float c; cap(x) = c · tanh(x / c). None caps nothing.
+        causal_alignment: "top_left" counts positions from the first query and key;
+            "bottom_right" lets the last valid query see the last valid key.
+        local_window_size: not implemented.
+        query_seq_lengths: int [batch], the number of valid queries, clamped into [0, seq_q].
+        key_value_seq_lengths: int [batch], that of valid keys, clamped into [0, seq_k].
+        sink: not implemented.
+        dropout_rate: float; not implemented but for 0.
+        seed: of the dropout.
+        return_lse: bool; also return the logarithm of the sum of the exponentials of the
+            visible logits.
+
+    Returns:
+        [batch, seq_q, heads, value_dim] tensor of the dtype of `query`; with `return_lse` also
+        a float32 tensor [batch, heads, seq_q], -inf where a query sees no key. Both are
+        differentiable.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit, as far as known before it runs;
+            `tf.errors.InvalidArgumentError` otherwise.
+        NotImplementedError: a window, a sink or a dropout rate is given.
+    """
+    del flash_attention, seed
+    for name, given in (
+        ("local_window_size", local_window_size is not None),
+        ("sink", sink is not None),
+        ("dropout_rate", dropout_rate > 0.0),
+    ):
+        if given:
+            raise NotImplementedError(f"dot_product_attention: {name} is not implemented yet")
+    if causal_alignment not in ("top_left", "bottom_right"):
+        raise _error(
+            f"causal_alignment is {causal_alignment!r}; it must be 'top_left' or 'bottom_right'"
+        )
+    if attn_logits_soft_cap is not None and not 0.0 < float(attn_logits_soft_cap) < math.inf:
+        raise _error(f"attn_logits_soft_cap is {attn_logits_soft_cap}; it must be None or positive")
+    query, key, value = _operands(query=query, key=key, value=value)
+    dtype = query.dtype
+    query, key, value, scale = _scaled(query, key, value, scale)
+    output, lse = library.tf_ops_dot_product_attention(
+        query=query,
+        key=key,
+        value=value,
+        bias=_broadcastable("bias", bias, query.dtype),
+        mask=_broadcastable("mask", mask, tf.bool),
+        query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, query),
+        key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, query),
+        scale=scale,
+        soft_cap=float(attn_logits_soft_cap or 0.0),
+        is_causal=bool(is_causal),
+        bottom_right=causal_alignment == "bottom_right",
+    )
+    output = tf.cast(output, dtype)
+    return (output, lse) if return_lse else output
+
+
+def _error(message):
+    return ValueError(f"dot_product_attention: {message}")
+
+
+def _operands(**tensors):
+    """Returns query, key and value as tensors of one dtype, whose known dimensions fit."""
+    tensors = {name: tf.convert_to_tensor(x) for name, x in tensors.items()}
+    for name, x in tensors.items():
+        if x.dtype not in _DTYPES:
+            raise _error(f"{name} is {x.dtype.name}; it must be float32, float16 or bfloat16")
+        if x.shape.rank not in (4, None):
+            raise _error(f"{name} is {x.shape}; it must have rank 4: [batch, seq, heads, dim]")
+    query, key, value = tensors.values()
+    if not query.dtype == key.dtype == value.dtype:
+        query, key, value = (tf.cast(x, tf.float32) for x in (query, key, value))
+    if None in (query.shape.rank, key.shape.rank, value.shape.rank):
+        return query, key, value
+    q, k, v = query.shape.as_list(), key.shape.as_list(), value.shape.as_list()
+    for axis, wanted, same in (
+        (0, "the batch of query", (q, k)),
+        (0, "the batch of query", (q, v)),
+        (1, "the seq_k of key", (k, v)),
+        (2, "the kv_heads of key", (k, v)),
+        (3, "the head_dim of query", (q, k)),
+    ):
+        if None not in (same[0][axis], same[1][axis]) and same[0][axis] != same[1][axis]:
+            name = "key" if same[1] is k else "value"
+            raise _error(
+                f"{name} is {tensors[name].shape}; its dimension {axis} must be {wanted}, "
+                f"{same[0][axis]}"
+            )
+    heads, kv_heads = q[2], k[2]
+    if None not in (heads, kv_heads) and (heads % kv_heads if kv_heads else heads):
+        raise _error(
+            f"query has {heads} heads, key and value {kv_heads}; "
+            "the first must be a multiple of the second"
+        )
+    for name, dim in (("head_dim", q[3]), ("value_dim", v[3])):
+        if dim is not None and dim > MAX_HEAD_DIM:
+            raise _error(f"{name} is {dim}; the limit is {MAX_HEAD_DIM}")
+    return query, key, value
+
+
+def _scaled(query, key, value, scale):
+    """Returns query, key, value and the float that scales the logits; NaN is the default.
+
+    A scale that is known only at run time is multiplied into the query, which is where its
+    gradient comes from. All are taken in float32 then: a query rounded once more to 16 bits
+    would show in lse and in the gradient of the scale.
+    """
+    if scale is None:
+        return query, key, value, math.nan
+    if isinstance(scale, (int, float, np.generic)):
+        if not math.isfinite(scale):
+            raise _error(f"scale is {scale}; it must be finite")
+        return query, key, value, float(scale)
+    scale = tf.cast(scale, tf.float32)
+    if scale.shape.rank not in (0, None):
+        raise _error(f"scale is {scale.shape}; it must be a scalar")
+    query, key, value = (tf.cast(x, tf.float32) for x in (query, key, value))
+    return query * tf.reshape(scale, []), key, value, 1.0
+
+
+def _broadcastable(name, x, dtype):
+    """Returns bias or mask in four dimensions, or the [0] that stands for none."""
+    if x is None:
+        return tf.constant([], dtype)
+    x = tf.convert_to_tensor(x)
+    if dtype == tf.bool and x.dtype != tf.bool:
+        raise _error(f"{name} is {x.dtype.name}; it must be bool")
+    x = tf.cast(x, dtype)
+    rank = x.shape.rank
+    if rank is None:
+        missing = tf.maximum(4 - tf.rank(x), 0)
+        return tf.reshape(x, tf.concat([tf.ones([missing], tf.int32), tf.shape(x)], 0))
+    if rank > 4:
+        raise _error(f"{name} is {x.shape}; it must broadcast to [batch, heads, seq_q, seq_k]")
+    return x if rank == 4 else x[(None,) * (4 - rank)]
+
+
+def _lengths(name, lengths, query):
+    """Returns int32 [batch], or the [0] that stands for none."""
+    if lengths is None:
+        return tf.constant([], tf.int32)
+    lengths = tf.convert_to_tensor(lengths)
+    if lengths.dtype not in (tf.int32, tf.int64):
+        raise _error(f"{name} is {lengths.dtype.name}; it must be int32 or int64")
+    if lengths.dtype == tf.int64:
+        lengths = tf.cast(tf.clip_by_value(lengths, 0, tf.int32.max), tf.int32)
+    batch = query.shape[0] if query.shape.rank else None
+    if not lengths.shape.is_compatible_with([batch]):
+        raise _error(f"{name} is {lengths.shape}; it must be [{batch}], the batch of query")
+    if batch is None or not lengths.shape.is_fully_defined():
+        # An empty tensor would pass for none.
+        lengths = tf.reshape(lengths, [tf.shape(query)[0]], name=name)
+    return lengths
+
+
+@tf.RegisterGradient("TfOps>DotProductAttention")
+def _gradient(op, doutput, dlse):
+    if _is_zeros(dlse):
+        dlse = tf.constant([], tf.float32)
+    tensors = (doutput, dlse, *op.inputs, *op.outputs)
+    attributes = {name: op.get_attr(name) for name in _ATTRIBUTES}
+    gradients = list(library.tf_ops_dot_product_attention_grad(*tensors, **attributes))
+    # In a graph an op whose result is not used never runs.
+    unused = getattr(op, "skip_input_indices", None) or ()
+    if op.inputs[3].shape.rank == 1 or 3 in unused:
+        gradients.append(None)
+    else:
+        gradients.append(library.tf_ops_dot_product_attention_bias_grad(*tensors, **attributes))
+    return gradients + [None, None, None]
+
+
+def _is_zeros(x):
+    """Whether a graph says so; the gradient of an lse that nobody uses is made of zeros."""
+    if not tf.is_symbolic_tensor(x):
+        return False
+    if x.op.type in ("Const", "Fill"):
+        value = tf.get_static_value(x)
+        return value is not None and not value.any()
+    return x.op.type == "ZerosLike"
+
+
+def _composite_gradients(op, doutput, dlse, query, key, value, bias, *others):
+    """The gradients of attention by query, key, value and bias, in stock TensorFlow."""
+    by = [query, key, value] + [bias] * (bias.shape.rank != 1)
+    with tf.GradientTape() as tape:
+        tape.watch(by)
+        output, lse = _composite(op, query, key, value, bias, *others[:3])
+        # Where lse is -inf it has no gradient, whatever its cotangent.
+        outputs = [output] if dlse.shape.rank == 1 else [output, lse]
+    return tape.gradient(outputs, by, [doutput, dlse][: len(outputs)])
+
+
+def _composite(op, query, key, value, bias, mask, query_lengths, key_lengths):
+    groups = tf.shape(query)[2] // tf.maximum(tf.shape(key)[2], 1)
+    key, value = tf.repeat(key, groups, axis=2), tf.repeat(value, groups, axis=2)
+    visible = _visible(op, query, key, mask, query_lengths, key_lengths)
+    # What no query sees may be NaN, and 0 · NaN is not 0.
+    seen = tf.transpose(tf.reduce_any(visible, 2), [0, 2, 1])[..., None]
+    key, value = tf.where(seen, key, 0), tf.where(seen, value, 0)
+    sees = tf.reduce_any(visible, 3, keepdims=True)
+    query = tf.where(tf.transpose(sees, [0, 2, 1, 3]), query, 0)
+
+    scale = op.get_attr("scale")
+    if math.isnan(scale):
+        scale = tf.math.rsqrt(tf.cast(tf.shape(query)[3], query.dtype))
+    x = tf.einsum("bihd,bjhd->bhij", query, key) * scale
+    cap = op.get_attr("soft_cap")
+    if cap:
+        x = cap * tf.tanh(x / cap)
+    if bias.shape.rank != 1:
+        x += bias
+    x = tf.where(visible, x, -math.inf)
+    largest = tf.stop_gradient(tf.where(sees, tf.reduce_max(x, 3, keepdims=True), 0))
+    e = tf.where(visible, tf.exp(tf.where(visible, x - largest, 0)), 0)
+    total = tf.where(sees, tf.reduce_sum(e, 3, keepdims=True), 1)
+    lse = tf.where(sees, largest + tf.math.log(total), -math.inf)
+    return tf.einsum("bhij,bjhd->bihd", e / total, value), lse[..., 0]
+
+
+def _visible(op, query, key, mask, query_lengths, key_lengths):
+    """Returns bool [batch, heads, seq_q, seq_k]."""
+    batch, seq_q, heads = tf.unstack(tf.shape(query)[:3])
+    seq_k = tf.shape(key)[1]
+    i, j = tf.range(seq_q)[:, None], tf.range(seq_k)
+    length = lambda x, seq: (
+        seq if x.shape == [0] else tf.clip_by_value(x, 0, seq)[:, None, None, None]
+    )
+    num_q, num_k = length(query_lengths, seq_q), length(key_lengths, seq_k)
+    visible = tf.broadcast_to((i < num_q) & (j < num_k), [batch, heads, seq_q, seq_k])
+    if op.get_attr("is_causal"):
+        visible &= j <= i + (num_k - num_q if op.get_attr("bottom_right") else 0)
+    return visible if mask.shape.rank == 1 else visible & mask
+
+
+register_second_order("TfOps>DotProductAttentionGrad", lambda *x: _composite_gradients(*x)[:3])
+register_second_order("TfOps>DotProductAttentionBiasGrad", lambda *x: _composite_gradients(*x)[3])

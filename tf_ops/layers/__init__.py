@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras layers: the stock ones of the same name over the kernels of this package."""
+
+import keras
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        f"tf_ops.layers needs Keras on TensorFlow, and its backend is {keras.backend.backend()}: "
+        "set KERAS_BACKEND=tensorflow"
+    )
+
+from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention
+from tf_ops.layers.normalization import LayerNormalization, RMSNormalization
+
+__all__ = [
+    "GroupQueryAttention",
+    "LayerNormalization",
+    "MultiHeadAttention",
+    "RMSNormalization",
+]
