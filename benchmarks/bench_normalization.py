@@ -38,26 +38,28 @@ def cases():
             size = shape[0] * shape[1] * dtype.size
             for name, (ours, stock, weights) in families.items():
                 make = lambda shape=shape, weights=weights, dtype=dtype: [
-                    draw(dtype, *shape), *(draw(dtype, shape[1]) for _ in range(weights))
+                    draw(dtype, *shape),
+                    *(draw(dtype, shape[1]) for _ in range(weights)),
                 ]
                 label = f"{name} {dtype.name} {shape[0]}x{shape[1]}"
-                yield Case(
-                    label, make, compiled(ours, stock), bytes=2 * size, dtype=dtype
-                )
+                yield Case(label, make, compiled(ours, stock), bytes=2 * size, dtype=dtype)
                 yield Case(
                     label + " with gradients",
                     lambda make=make: [*make(), make()[0]],
                     compiled(with_gradients(ours), with_gradients(stock)),
-                    bytes=5 * size, dtype=dtype,
+                    bytes=5 * size,
+                    dtype=dtype,
                 )
     shape, dtype = SHAPES[0], DTYPES[0]
     yield Case(
         f"rms of a sum {dtype.name} {shape[0]}x{shape[1]}",
         lambda: [draw(dtype, *shape), draw(dtype, *shape), draw(dtype, shape[1])],
         compiled(
-            with_residual(rms_normalization, True), with_residual(keras.ops.rms_normalization, False)
+            with_residual(rms_normalization, True),
+            with_residual(keras.ops.rms_normalization, False),
         ),
-        bytes=4 * shape[0] * shape[1] * dtype.size, dtype=dtype,
+        bytes=4 * shape[0] * shape[1] * dtype.size,
+        dtype=dtype,
     )
 
 

@@ -28,8 +28,15 @@ DEVICE = "cuda" if GPU else "cpu"
 SECONDS = 70  # torch.compile is left out of what comes later
 
 # tf_ops::DType
-DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.int32: 4, torch.int64: 5,
-          torch.bool: 6, torch.uint8: 7}
+DTYPES = {
+    torch.float32: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+    torch.bool: 6,
+    torch.uint8: 7,
+}
 
 
 class View(ctypes.Structure):
@@ -103,7 +110,9 @@ class Normalization:
         attributes = [self.epsilon] + [self.offset] * (not self.layer)
         absent = torch.empty(0, device=DEVICE)
         forward = library.prepare(
-            name, [self.x, self.residual, *self.weights], [*attributes, 1, 1],
+            name,
+            [self.x, self.residual, *self.weights],
+            [*attributes, 1, 1],
             [self.y, self.s, *self.stats],
         )
         s = self.s if self.residual.dim() > 1 else self.x
@@ -147,18 +156,29 @@ def placed(tensor, unaligned):
     return memory[1:].view(tensor.shape)
 
 
-def make_normalization(layer, shape, dtype, weight_shape=None, weight_dtype=None, residual=True,
-                       weights=True, offset=0.0, unaligned=False):
+def make_normalization(
+    layer,
+    shape,
+    dtype,
+    weight_shape=None,
+    weight_dtype=None,
+    residual=True,
+    weights=True,
+    offset=0.0,
+    unaligned=False,
+):
     torch.manual_seed(0)
-    draw = lambda shape, dtype=dtype: placed(
-        torch.randn(shape, device=DEVICE).to(dtype), unaligned
-    )
+    draw = lambda shape, dtype=dtype: placed(torch.randn(shape, device=DEVICE).to(dtype), unaligned)
     absent = torch.empty(0, dtype=dtype, device=DEVICE)
     weight_shape = weight_shape or shape[-1:]
     weight = lambda: draw(weight_shape, weight_dtype or dtype) if weights else absent
     n = Normalization(
-        layer, draw(shape), [weight() for _ in range(1 + layer)],
-        draw(shape) if residual else absent, draw(shape), draw(shape) if residual else absent,
+        layer,
+        draw(shape),
+        [weight() for _ in range(1 + layer)],
+        draw(shape) if residual else absent,
+        draw(shape),
+        draw(shape) if residual else absent,
         offset=0.0 if layer else offset,
     )
     if unaligned:
@@ -176,8 +196,9 @@ def normalization_checks():
         for rows in [1, 3, 199] + [1025] * (cols < 5000) + [40001] * (cols < 130 and GPU):
             if rows * cols > 2**24:
                 continue
-            yield dict(layer=layer, shape=(rows, cols), dtype=dtype, residual=rows % 2 == 1,
-                       offset=1.0)
+            yield dict(
+                layer=layer, shape=(rows, cols), dtype=dtype, residual=rows % 2 == 1, offset=1.0
+            )
         half = dict(layer=layer, shape=(37, cols), dtype=dtype)
         yield half | dict(unaligned=True)
         yield half | dict(weight_dtype=torch.float32, residual=False)
@@ -313,12 +334,16 @@ def milliseconds(fn):
     return statistics.median(times)
 
 
-def bench(path, families):
-    library, size = Library(), 2**30 if GPU else 2**24
+def copying(size):
+    """A function that copies `size` bytes."""
     a = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     b = torch.empty_like(a)
-    copy = 2 * size / milliseconds(lambda: b.copy_(a)) / 1e9
-    del a, b
+    return lambda: b.copy_(a)
+
+
+def bench(path, families):
+    library, size = Library(), 2**30 if GPU else 2**24
+    copy = 2 * size / milliseconds(copying(size)) / 1e9
     print(f"copy: {copy:.2f} TB/s")
     rows = []
     for name in families:

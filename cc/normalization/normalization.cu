@@ -201,8 +201,8 @@ Status Normalize(Gpu gpu, const NormalizationProblem& p) {
         // A warp or less for a row as long as that holds it without spilling; four vectors per
         // thread keep enough loads in flight.
         if (!DispatchLayout<RowLayout<8, 1>, RowLayout<16, 1>, RowLayout<32, 1>, RowLayout<32, 4>,
-                            RowLayout<128, 4>, RowLayout<512, 4>, RowLayout<1024, 4>>(
-                p.cols / kVec, launch)) {
+                            RowLayout<128, 4>, RowLayout<512, 4>, RowLayout<1024, 4>>(p.cols / kVec,
+                                                                                      launch)) {
           NormalizationWideKernel<T, kMean, kVec>
               <<<std::min(p.rows, kMostBlocks), kWideThreads, 0, gpu.stream>>>(p);
         }
