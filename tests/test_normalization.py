@@ -68,7 +68,9 @@ def test_rms_normalization(shape, dtype):
     check(
         lambda x, scale: rms_normalization(x, scale, epsilon=EPSILON),
         lambda x, scale: rms_reference(x, scale)[0],
-        [shape, shape[-1:]], dtype, "eager",
+        [shape, shape[-1:]],
+        dtype,
+        "eager",
     )
 
 
@@ -77,7 +79,9 @@ def test_layer_normalization(shape, dtype):
     check(
         lambda x, gamma, beta: layer_normalization(x, gamma, beta, epsilon=EPSILON),
         lambda x, gamma, beta: layer_reference(x, gamma, beta)[0],
-        [shape, shape[-1:], shape[-1:]], dtype, "eager",
+        [shape, shape[-1:], shape[-1:]],
+        dtype,
+        "eager",
     )
 
 
@@ -89,7 +93,10 @@ def test_rms_modes(dtype, mode):
             x, scale, [-2, -1], EPSILON, residual=residual, scale_offset=1.0, return_residual=True
         ),
         lambda x, scale, residual: rms_reference(x, scale, residual, 1, [-2, -1]),
-        [(2, 3, 5, 7), (5, 7), (2, 3, 5, 7)], dtype, mode, second_order=True,
+        [(2, 3, 5, 7), (5, 7), (2, 3, 5, 7)],
+        dtype,
+        mode,
+        second_order=True,
     )
 
 
@@ -99,12 +106,16 @@ def test_layer_modes(dtype, mode):
             x, gamma, beta, [-2, -1], EPSILON, residual=residual, return_residual=True
         ),
         lambda x, gamma, beta, residual: layer_reference(x, gamma, beta, residual, [-2, -1]),
-        [(2, 3, 5, 7), (5, 7), (5, 7), (2, 3, 5, 7)], dtype, mode, second_order=True,
+        [(2, 3, 5, 7), (5, 7), (5, 7), (2, 3, 5, 7)],
+        dtype,
+        mode,
+        second_order=True,
     )
 
 
 @pytest.mark.parametrize("rows", [0, 1, 21])
-@pytest.mark.parametrize("has_residual, has_scale", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("has_scale", [False, True])
 def test_rms_arguments(has_residual, has_scale, rows, dtype):
     names = ["scale"] * has_scale + ["residual"] * has_residual
     shapes = {"scale": (33,), "residual": (rows, 33)}
@@ -115,7 +126,10 @@ def test_rms_arguments(has_residual, has_scale, rows, dtype):
                 x, epsilon=EPSILON, scale_offset=offset, **take(args)
             ),
             lambda x, *args: rms_reference(x, offset=offset, **take(args))[0],
-            [(rows, 33), *(shapes[n] for n in names)], dtype, "eager", second_order=rows == 1,
+            [(rows, 33), *(shapes[n] for n in names)],
+            dtype,
+            "eager",
+            second_order=rows == 1,
         )
 
 
@@ -128,7 +142,10 @@ def test_layer_arguments(given, rows, dtype):
     check(
         lambda x, *args: layer_normalization(x, epsilon=EPSILON, **take(args)),
         lambda x, *args: layer_reference(x, **take(args))[0],
-        [(rows, 33), *(shapes[n] for n in names)], dtype, "eager", second_order=rows == 1,
+        [(rows, 33), *(shapes[n] for n in names)],
+        dtype,
+        "eager",
+        second_order=rows == 1,
     )
 
 
@@ -138,7 +155,9 @@ def test_weights_of_another_dtype(weight_dtype, dtype):
     check(
         lambda x, scale: rms_normalization(x, scale, epsilon=EPSILON, scale_offset=1),
         lambda x, scale: rms_reference(x, scale, offset=1)[0],
-        [(50, 40), weights[0]], dtype, "eager",
+        [(50, 40), weights[0]],
+        dtype,
+        "eager",
     )
     for beta_dtype in {weight_dtype, tf.float32}:
         gamma, beta = weights[0], tf.cast(weights[1], beta_dtype)
@@ -168,12 +187,16 @@ def test_weights_with_leading_axes(shape, weight, dtype):
     check(
         lambda x, scale: rms_normalization(x, scale, epsilon=EPSILON),
         lambda x, scale: rms_reference(x, scale)[0],
-        [shape, weight], dtype, "eager",
+        [shape, weight],
+        dtype,
+        "eager",
     )
     check(
         lambda x, gamma, beta: layer_normalization(x, gamma, beta, epsilon=EPSILON),
         lambda x, gamma, beta: layer_reference(x, gamma, beta)[0],
-        [shape, weight, weight], dtype, "eager",
+        [shape, weight, weight],
+        dtype,
+        "eager",
     )
 
 
@@ -198,9 +221,10 @@ def test_weights_with_leading_axes(shape, weight, dtype):
 def test_as_keras_on_any_axis(axis, scale, gamma, graph):
     x = normal([3, 4, 5])
     mode = lambda fn, inputs: in_mode(fn, "graph", inputs) if graph else fn
+    gammas = [normal(gamma), normal(gamma, seed=1)]
     for ours, stock, weights in [
         (rms_normalization, keras.ops.rms_normalization, [normal(scale)]),
-        (layer_normalization, keras.ops.layer_normalization, [normal(gamma), normal(gamma, seed=1)]),
+        (layer_normalization, keras.ops.layer_normalization, gammas),
     ]:
         run = lambda x, *w: ours(x, *w, axis=axis)
         if graph and any(w.shape.rank != np.size(axis) for w in weights):
@@ -265,7 +289,9 @@ def test_ten_dimensions(dtype):
     check(
         lambda x, scale: rms_normalization(x, scale, axis=(8, 9), epsilon=EPSILON),
         lambda x, scale: rms_reference(x, scale, axis=(8, 9))[0],
-        [(2, 1, 1, 2, 1, 1, 1, 1, 3, 5), (3, 5)], dtype, "eager",
+        [(2, 1, 1, 2, 1, 1, 1, 1, 3, 5), (3, 5)],
+        dtype,
+        "eager",
     )
 
 
@@ -360,12 +386,16 @@ def test_hidden_sizes_that_others_refuse(cols):
         check(
             lambda x, scale, r: rms_normalization(x, scale, epsilon=EPSILON, residual=r),
             lambda x, scale, r: rms_reference(x, scale, r)[0],
-            [*shapes, shapes[0]], dtype, "eager",
+            [*shapes, shapes[0]],
+            dtype,
+            "eager",
         )
         check(
             lambda x, *w: layer_normalization(x, *w, epsilon=EPSILON),
             lambda x, *w: layer_reference(x, *w)[0],
-            [*shapes, shapes[1]], dtype, "eager",
+            [*shapes, shapes[1]],
+            dtype,
+            "eager",
         )
 
 
@@ -388,7 +418,6 @@ def test_more_than_2_31_elements(device):
     rows = 2**31 // cols + 3
     x = tf.concat([tf.ones([rows - 4, cols], tf.bfloat16), normal([4, cols], tf.bfloat16)], 0)
     scale = normal([cols], tf.bfloat16)
-
 
     def run(x):
         with tf.GradientTape() as tape:
@@ -588,6 +617,9 @@ def test_each_instruction_set_on_unaligned_memory(isa, device):
         pytest.skip("of the CPU")
     result = subprocess.run(
         [sys.executable, "-m", "tests.normalization_rows"],
-        cwd=ROOT, env=os.environ | {"TF_OPS_ISA": isa}, capture_output=True, text=True,
+        cwd=ROOT,
+        env=os.environ | {"TF_OPS_ISA": isa},
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr

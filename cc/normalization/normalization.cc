@@ -140,8 +140,7 @@ template <typename Device>
 Status Run(Device device, const char* op, const Tensors& tensors, float epsilon, float scale_offset,
            int axes, bool subtract_mean) {
   NormalizationProblem p;
-  if (Status s =
-          Describe(op, tensors, epsilon, scale_offset, axes, subtract_mean, nullptr, &p);
+  if (Status s = Describe(op, tensors, epsilon, scale_offset, axes, subtract_mean, nullptr, &p);
       !s.ok() || p.rows * p.cols == 0) {
     return s;
   }
@@ -211,8 +210,8 @@ Status RmsNormalizationGrad(Cpu cpu, TensorView dy, TensorView ds, TensorView dr
 Status LayerNormalization(Cpu cpu, TensorView x, TensorView residual, TensorView gamma,
                           TensorView beta, float epsilon, int axes, bool, TensorView y,
                           TensorView s, TensorView mean, TensorView rstd) {
-  return Run(cpu, "layer_normalization",
-             LayerTensors(x, residual, gamma, beta, y, s, mean, rstd), epsilon, 0.0f, axes, true);
+  return Run(cpu, "layer_normalization", LayerTensors(x, residual, gamma, beta, y, s, mean, rstd),
+             epsilon, 0.0f, axes, true);
 }
 Status LayerNormalizationGrad(Cpu cpu, TensorView dy, TensorView ds, TensorView dmean,
                               TensorView drstd, TensorView x, TensorView gamma, TensorView beta,
@@ -242,8 +241,8 @@ Status RmsNormalizationGrad(Gpu gpu, TensorView dy, TensorView ds, TensorView dr
 Status LayerNormalization(Gpu gpu, TensorView x, TensorView residual, TensorView gamma,
                           TensorView beta, float epsilon, int axes, bool, TensorView y,
                           TensorView s, TensorView mean, TensorView rstd) {
-  return Run(gpu, "layer_normalization",
-             LayerTensors(x, residual, gamma, beta, y, s, mean, rstd), epsilon, 0.0f, axes, true);
+  return Run(gpu, "layer_normalization", LayerTensors(x, residual, gamma, beta, y, s, mean, rstd),
+             epsilon, 0.0f, axes, true);
 }
 Status LayerNormalizationGrad(Gpu gpu, TensorView dy, TensorView ds, TensorView dmean,
                               TensorView drstd, TensorView x, TensorView gamma, TensorView beta,

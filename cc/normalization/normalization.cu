@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
       p.rstd[row] = rstd;
     }
 
-    const int64_t weight = p.groups == 1 ? 0 : row % p.groups * vectors;
+    const int64_t weight = GroupOf(p, row) * vectors;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int64_t v = lane + c * kThreads;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kWideThreads) NormalizationWideKernel(Normaliz
       if constexpr (kMean) p.mean[row] = mean;
       p.rstd[row] = rstd;
     }
-    const int64_t weight = row % p.groups * vectors;
+    const int64_t weight = GroupOf(p, row) * vectors;
     for (int64_t v = threadIdx.x; v < vectors; v += kWideThreads) {
       float a[kVec], w[kVec];
       Unpack<T, kVec>(x[v], a);
@@ -201,8 +201,8 @@ Status Normalize(Gpu gpu, const NormalizationProblem& p) {
         // A warp or less for a row as long as that holds it without spilling; four vectors per
         // thread keep enough loads in flight.
         if (!DispatchLayout<RowLayout<8, 1>, RowLayout<16, 1>, RowLayout<32, 1>, RowLayout<32, 4>,
-                            RowLayout<128, 4>, RowLayout<512, 4>, RowLayout<1024, 4>>(
-                p.cols / kVec, launch)) {
+                            RowLayout<128, 4>, RowLayout<512, 4>, RowLayout<1024, 4>>(p.cols / kVec,
+                                                                                      launch)) {
           NormalizationWideKernel<T, kMean, kVec>
               <<<std::min(p.rows, kMostBlocks), kWideThreads, 0, gpu.stream>>>(p);
         }

@@ -59,6 +59,13 @@ __device__ void LoadWeights(const void* weights, bool is_float, int64_t at, floa
   }
 }
 
+// The row of the weights that a row takes. Divisions of 64 bits are slow.
+__device__ inline int64_t GroupOf(const NormalizationProblem& p, int64_t row) {
+  if (p.groups == 1) return 0;
+  if (p.rows <= INT32_MAX) return static_cast<uint32_t>(row) % static_cast<uint32_t>(p.groups);
+  return row % p.groups;
+}
+
 // Adds up each value[i] over the kThreads threads of a row, which get all the sums. With more
 // than a warp to a row the whole block is one row and all of it calls this together; calls
 // alternate between two halves of `partial`, so that one barrier is enough.

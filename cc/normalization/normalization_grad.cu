@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads* kRows, kBlocks)
     WaitForGroups<kStages - 1>();
 
     // dy, xhat and g = dy (scale + scale_offset) of chunk c.
-    const auto load = [&](int c, float(&d)[kVec], float(&xhat)[kVec], float(&g)[kVec]) {
+    const auto load = [&](int c, float (&d)[kVec], float (&xhat)[kVec], float (&g)[kVec]) {
       Unpack<T, kVec>(*staged(stage, 0, c), d);
       Unpack<T, kVec>(*staged(stage, 1, c), xhat);
 #pragma unroll
@@ -205,13 +205,13 @@ __global__ void __launch_bounds__(kWideThreads)
   const int64_t vectors = p.cols / kVec, weight = group * vectors;
   const float cols = p.cols;
   float* dscale = p.dscale ? p.partial + (part * p.groups + group) * p.cols : nullptr;
-  float* dbeta = p.dbeta ? p.partial + ((dscale ? parts + part : part) * p.groups + group) * p.cols
-                         : nullptr;
+  float* dbeta =
+      p.dbeta ? p.partial + ((dscale ? parts + part : part) * p.groups + group) * p.cols : nullptr;
 
   for (int64_t turn = part; turn < p.rows / p.groups; turn += parts) {
     const int64_t row = turn * p.groups + group, base = row * vectors;
     const RowStats stats = LoadStats<kMean>(p, row);
-    const auto load = [&](int64_t v, float(&d)[kVec], float(&xhat)[kVec], float(&g)[kVec]) {
+    const auto load = [&](int64_t v, float (&d)[kVec], float (&xhat)[kVec], float (&g)[kVec]) {
       Unpack<T, kVec>(static_cast<const Vector*>(p.dy)[base + v], d);
       Unpack<T, kVec>(static_cast<const Vector*>(p.x)[base + v], xhat);
 #pragma unroll

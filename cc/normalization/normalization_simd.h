@@ -75,9 +75,9 @@ void NormalizationRows(const NormalizationProblem& p, int64_t begin, int64_t end
     }
     float mean = 0.0f;
     if (kMean) {
-      mean = SumOver(cols, [=](int64_t i, auto n) __attribute__((always_inline)) {
-        return Get(x + i, n);
-      }) / float(cols);
+      mean = SumOver(cols, [=](int64_t i, auto n)
+                               __attribute__((always_inline)) { return Get(x + i, n); }) /
+             float(cols);
       p.mean[row] = mean;
     }
     const float squares = SumOver(cols, [=](int64_t i, auto n) __attribute__((always_inline)) {
@@ -121,12 +121,10 @@ void NormalizationGradRows(const NormalizationProblem& p, int64_t begin, int64_t
       const Floats v = Get(dy + i, n);
       return scale ? v * (Get(scale + i, n) + offset) : v;
     };
-    const auto xhat = [=](int64_t i, auto n) __attribute__((always_inline)) {
-      return (Get(x + i, n) - mean) * rstd;
-    };
-    float dot = SumOver(cols, [=](int64_t i, auto n) __attribute__((always_inline)) {
-      return g(i, n) * xhat(i, n);
-    });
+    const auto xhat = [=](int64_t i, auto n)
+                          __attribute__((always_inline)) { return (Get(x + i, n) - mean) * rstd; };
+    float dot = SumOver(cols, [=](int64_t i, auto n)
+                                  __attribute__((always_inline)) { return g(i, n) * xhat(i, n); });
     if (p.drstd) dot += rstd * p.drstd[row];
     dot /= float(cols);
     float shift = 0.0f, dmean = 0.0f;

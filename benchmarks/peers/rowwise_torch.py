@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row-wise launchers beside PyTorch and Liger, without TensorFlow.
+
+    python benchmarks/peers/rowwise_torch.py --check            values and gradients against float64
+    python benchmarks/peers/rowwise_torch.py --bench OUT.json   milliseconds and TB/s on a GPU
+
+Loads build/libtf_ops_kernels.so. Without a GPU --check runs the CPU launchers, and --bench a few
+small shapes, as a rehearsal. A family adds its checks to CHECKS and its benchmarks to BENCHMARKS.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import itertools
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "build" / "libtf_ops_kernels.so"
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SECONDS = 70  # torch.compile is left out of what comes later
+
+# tf_ops::DType
+DTYPES = {
+    torch.float32: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+    torch.bool: 6,
+    torch.uint8: 7,
+}
+
+
+class View(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int),
+        ("rank", ctypes.c_int),
+        ("dims", ctypes.c_int64 * 8),
+    ]
+
+
+def views(tensors):
+    assert all(t.is_contiguous() for t in tensors)
+    return (View * len(tensors))(
+        *(View(t.data_ptr(), DTYPES[t.dtype], t.dim(), tuple(t.shape)) for t in tensors)
+    )
+
+
+class Library:
+    def __init__(self):
+        self.c = ctypes.CDLL(str(LIBRARY))
+        self.c.tf_ops_run.restype = ctypes.c_char_p
+        self.c.tf_ops_workspace_bytes.restype = ctypes.c_int64
+
+    def prepare(self, op, inputs, attributes, outputs):
+        """A function without arguments that launches `op` on PyTorch's current stream."""
+        op, on_gpu = op.encode(), int(GPU)
+        text = (ctypes.c_char_p * len(attributes))(*(str(a).encode() for a in attributes))
+        given = views(inputs)
+        size = self.c.tf_ops_workspace_bytes(op, given, len(inputs), text, on_gpu)
+        tensors = [*inputs, *outputs]
+        if size >= 0:  # -1: the op takes no workspace
+            tensors.append(torch.full([size], 255, dtype=torch.uint8, device=DEVICE))
+        everything, count = views(tensors), (len(tensors), len(inputs))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream if GPU else None)
+
+        def run():
+            error = self.c.tf_ops_run(op, everything, *count, text, on_gpu, stream)
+            if error:
+                raise RuntimeError(f"{op.decode()}: {error.decode()}")
+
+        run.tensors = tensors  # keeps them alive
+        return run
+
+
+# Normalization
+
+
+@dataclasses.dataclass
+class Normalization:
+    """One call of rms or layer normalization and of its gradient, outputs included."""
+
+    layer: bool
+    x: torch.Tensor
+    weights: list  # scale, or gamma and beta
+    residual: torch.Tensor
+    dy: torch.Tensor
+    ds: torch.Tensor
+    epsilon: float = 1e-3
+    offset: float = 0.0
+
+    def __post_init__(self):
+        empty = lambda t: torch.full_like(t, float("nan"))
+        stat = torch.full(self.x.shape[:-1], float("nan"), device=DEVICE)
+        self.y, self.s, self.dx = empty(self.x), empty(self.residual), empty(self.x)
+        self.stats = [stat.clone() for _ in range(1 + self.layer)]
+        self.dweights = [empty(w) for w in self.weights]
+
+    def prepare(self, library):
+        name = "TfOps>LayerNormalization" if self.layer else "TfOps>RmsNormalization"
+        attributes = [self.epsilon] + [self.offset] * (not self.layer)
+        absent = torch.empty(0, device=DEVICE)
+        forward = library.prepare(
+            name,
+            [self.x, self.residual, *self.weights],
+            [*attributes, 1, 1],
+            [self.y, self.s, *self.stats],
+        )
+        s = self.s if self.residual.dim() > 1 else self.x
+        inputs = [self.dy, self.ds, *[absent] * len(self.stats), s, *self.weights, *self.stats]
+        backward = library.prepare(
+            name + "Grad", inputs, [*attributes, 1], [self.dx, *self.dweights]
+        )
+        return forward, backward
+
+    def outputs(self):
+        return {"y": self.y, "s": self.s, "dx": self.dx} | {
+            f"dweight{i}": w for i, w in enumerate(self.dweights)
+        }
+
+    def reference(self, dtype):
+        """The outputs by PyTorch's arithmetic in `dtype`."""
+        s = self.x + self.residual if self.residual.dim() > 1 else self.x
+        x = s.to(dtype).requires_grad_()
+        weights = [w.to(dtype).requires_grad_() for w in self.weights]
+        centered = x - x.mean(-1, keepdim=True) if self.layer else x
+        y = centered * torch.rsqrt((centered**2).mean(-1, keepdim=True) + self.epsilon)
+        if weights[0].numel():
+            y = y * (weights[0] + self.offset)
+        if self.layer and weights[1].numel():
+            y = y + weights[1]
+        used = [x, *(w for w in weights if w.numel())]
+        dx, *dw = torch.autograd.grad(y, used, self.dy.to(dtype))
+        if self.ds.dim() > 1:
+            dx = dx + self.ds.to(dtype)
+        dw = iter(dw)
+        dweights = {f"dweight{i}": next(dw) if w.numel() else w for i, w in enumerate(weights)}
+        return {"y": y, "s": s if self.residual.dim() > 1 else self.s, "dx": dx} | dweights
+
+
+def placed(tensor, unaligned):
+    """A copy of the tensor, one element past an aligned address if `unaligned`."""
+    if not unaligned:
+        return tensor
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    memory[1:] = tensor.reshape(-1)
+    return memory[1:].view(tensor.shape)
+
+
+def make_normalization(
+    layer,
+    shape,
+    dtype,
+    weight_shape=None,
+    weight_dtype=None,
+    residual=True,
+    weights=True,
+    offset=0.0,
+    unaligned=False,
+):
+    torch.manual_seed(0)
+    draw = lambda shape, dtype=dtype: placed(torch.randn(shape, device=DEVICE).to(dtype), unaligned)
+    absent = torch.empty(0, dtype=dtype, device=DEVICE)
+    weight_shape = weight_shape or shape[-1:]
+    weight = lambda: draw(weight_shape, weight_dtype or dtype) if weights else absent
+    n = Normalization(
+        layer,
+        draw(shape),
+        [weight() for _ in range(1 + layer)],
+        draw(shape) if residual else absent,
+        draw(shape),
+        draw(shape) if residual else absent,
+        offset=0.0 if layer else offset,
+    )
+    if unaligned:
+        n.y, n.s, n.dx = (placed(t, t.numel() > 0) for t in (n.y, n.s, n.dx))
+    return n
+
+
+def normalization_checks():
+    """(name, arguments of make_normalization), every kernel among them."""
+    widths = [1, 2, 7, 31, 33, 64, 127, 128, 200, 256, 760, 1000, 1024, 1025, 2048, 4096, 5000]
+    widths += [8192, 9001] + [16384, 16392, 32768, 33000, 65537, 262144] * GPU
+    for dtype, cols, layer in itertools.product(
+        [torch.bfloat16, torch.float16, torch.float32], widths, [False, True]
+    ):
+        for rows in [1, 3, 199] + [1025] * (cols < 5000) + [40001] * (cols < 130 and GPU):
+            if rows * cols > 2**24:
+                continue
+            yield dict(
+                layer=layer, shape=(rows, cols), dtype=dtype, residual=rows % 2 == 1, offset=1.0
+            )
+        half = dict(layer=layer, shape=(37, cols), dtype=dtype)
+        yield half | dict(unaligned=True)
+        yield half | dict(weight_dtype=torch.float32, residual=False)
+        yield half | dict(weights=False)
+        yield half | dict(shape=(5, 6, cols), weight_shape=(6, cols))
+        if cols < 300:
+            yield half | dict(shape=(3, 700, cols), weight_shape=(700, cols), unaligned=cols == 64)
+
+
+def check_normalization(library):
+    failures = count = 0
+    for arguments in normalization_checks():
+        n = make_normalization(**arguments)
+        forward, backward = n.prepare(library)
+        forward(), backward()
+        first = {k: v.clone() for k, v in n.outputs().items()}
+        forward(), backward()
+        problems = []
+        stock = n.reference(torch.float32)
+        for name, e in n.reference(torch.float64).items():
+            a = n.outputs()[name]
+            if not torch.equal(a, first[name]):
+                problems.append(f"{name} differs from one run to the next")
+            if a.numel() == 0:
+                continue
+            largest = e.abs().max().item()
+            distance = lambda v: (v.double() - e.double()).abs().max().item()
+            error, allowed = distance(a), 3 * distance(stock[name])
+            if not error <= allowed + 8 * torch.finfo(a.dtype).eps * largest:
+                problems.append(f"{name} is off by {error:.2e} of {largest:.2e}")
+        count += 1
+        failures += bool(problems)
+        if problems:
+            print("FAILED", arguments, problems, flush=True)
+    print(f"normalization: {count} cases, {failures} failures", flush=True)
+    return failures + (check_huge(library) if GPU else 0)
+
+
+def check_huge(library):
+    """More than 2^31 elements, and more rows than that: the last rows must be right."""
+    failures = 0
+    for rows, cols in [(2**31 // 4096 + 5, 4096), (2**31 // 33 + 7, 33)]:
+        n = make_normalization(False, (1, cols), torch.bfloat16, residual=False)
+        n.x = torch.randn(64, cols, device=DEVICE).bfloat16().repeat(rows // 64 + 1, 1)[:rows]
+        n.dy = n.x
+        n.__post_init__()
+        for run in n.prepare(library):
+            run()
+        tail = dataclasses.replace(n, x=n.x[-64:].clone(), dy=n.dy[-64:].clone())
+        for run in tail.prepare(library):
+            run()
+        good = torch.equal(n.y[-64:], tail.y) and torch.equal(n.dx[-64:], tail.dx)
+        print(f"normalization: {rows} x {cols}: {'ok' if good else 'FAILED'}", flush=True)
+        failures += not good
+        del n, tail
+        torch.cuda.empty_cache()
+    return failures
+
+
+def bench_normalization(library, measure):
+    """Yields rows: what, contender, milliseconds, bytes that must move."""
+    shapes = [(16384, 1024), (16384, 4096), (16384, 8192), (4096, 16384)]
+    shapes = shapes if GPU else [(64, 1024)]
+    dtype = torch.bfloat16
+    for layer, shape in itertools.product([False, True], shapes):
+        name = f"{'layer' if layer else 'rms'} {shape[0]}x{shape[1]}"
+        n = make_normalization(layer, shape, dtype, residual=False)
+        size = n.x.numel() * n.x.element_size()
+        forward, backward = n.prepare(library)
+        yield f"{name} forward", "ours", measure(forward), 2 * size
+        yield f"{name} backward", "ours", measure(backward), 3 * size
+        r = make_normalization(layer, shape, dtype, residual=True)
+        forward, backward = r.prepare(library)
+        yield f"{name} of a sum forward", "ours", measure(forward), 4 * size
+        yield f"{name} of a sum backward", "ours", measure(backward), 4 * size
+        for contender, fn in normalization_peers(layer, shape, n.epsilon).items():
+            inputs = [t.detach().requires_grad_() for t in (n.x, *n.weights)]
+            with torch.no_grad():
+                yield f"{name} forward", contender, measure(lambda: fn(*inputs)), 2 * size
+            y = fn(*inputs)
+            grad = lambda: torch.autograd.grad(y, inputs, n.dy, retain_graph=True)
+            yield f"{name} backward", contender, measure(grad), 3 * size
+    # Heads of 128, as in QK-norm, with and without a scale for each head.
+    for weight_shape in [(128,), (32, 128)] if GPU else []:
+        n = make_normalization(False, (16384, 32, 128), dtype, weight_shape, residual=False)
+        size = n.x.numel() * n.x.element_size()
+        for what, run, moved in zip(("forward", "backward"), n.prepare(library), (2, 3)):
+            yield f"rms heads scale {list(weight_shape)} {what}", "ours", measure(run), moved * size
+
+
+def normalization_peers(layer, shape, epsilon):
+    cols = shape[-1:]
+    plain = {
+        True: lambda x, w, b: F.layer_norm(x, cols, w, b, epsilon),
+        False: lambda x, w: F.rms_norm(x, cols, w, epsilon),
+    }[layer]
+    peers = {"torch": plain}
+    try:
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        peers["liger"] = (
+            (lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, epsilon))
+            if layer
+            else lambda x, w: LigerRMSNormFunction.apply(x, w, epsilon, 0.0, "gemma", False)
+        )
+    except ImportError:
+        pass
+    if GPU and time.time() - START < SECONDS:
+        import torch._functorch.config
+
+        torch._functorch.config.donated_buffer = False
+        peers["torch.compile"] = torch.compile(plain)
+    return peers
+
+
+CHECKS = {"normalization": check_normalization}
+BENCHMARKS = {"normalization": bench_normalization}
+START = time.time()
+
+
+def milliseconds(fn):
+    """The median by CUDA events, the second-level cache flushed in between."""
+    if GPU:
+        from triton.testing import do_bench
+
+        return do_bench(fn, warmup=20, rep=80, return_mode="median")
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        fn()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def copying(size):
+    """A function that copies `size` bytes."""
+    a = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    b = torch.empty_like(a)
+    return lambda: b.copy_(a)
+
+
+def bench(path, families):
+    library, size = Library(), 2**30 if GPU else 2**24
+    copy = 2 * size / milliseconds(copying(size)) / 1e9
+    print(f"copy: {copy:.2f} TB/s")
+    rows = []
+    for name in families:
+        for what, contender, ms, moved in BENCHMARKS[name](library, milliseconds):
+            rate = moved / ms / 1e9
+            rows.append(dict(what=what, contender=contender, ms=ms, TBps=rate, share=rate / copy))
+            print(f"{what:45}{contender:15}{ms:9.4f} ms{rate:7.2f} TB/s{rate / copy:7.1%}")
+    query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem"
+    report = {
+        "gpu": subprocess.getoutput(f"nvidia-smi --query-gpu={query} --format=csv") if GPU else "",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "copy_TBps": copy,
+        "rows": rows,
+    }
+    pathlib.Path(path).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--bench", metavar="OUT.json")
+    parser.add_argument("--only", choices=CHECKS, help="one family")
+    arguments = parser.parse_args()
+    families = [arguments.only] if arguments.only else list(CHECKS)
+    failures = 0
+    if arguments.check:
+        failures = sum(CHECKS[name](Library()) for name in families)
+    if arguments.bench:
+        bench(arguments.bench, families)
+    print(f"{time.time() - START:.0f} s")
+    return failures > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
