@@ -43,9 +43,7 @@ def cases():
 
         size, label = tokens * classes * dtype.size, f"{tokens}x{classes} {dtype.name}"
         # Forward reads the logits; the gradient reads them again and writes as much.
-        yield Case(
-            f"{label} forward", make_inputs, compiled(ours, stock), bytes=size, dtype=dtype
-        )
+        yield Case(f"{label} forward", make_inputs, compiled(ours, stock), bytes=size, dtype=dtype)
         contenders = compiled(with_gradient(ours), with_gradient(stock))
         yield Case(f"{label} with gradient", make_inputs, contenders, bytes=3 * size, dtype=dtype)
 
