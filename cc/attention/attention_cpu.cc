@@ -26,7 +26,9 @@ struct AttentionRow {
   AttentionRow(const AttentionProblem& p, int64_t batch)
       : queries(Length(p.query_seq_lengths, batch, p.seq_q)),
         keys(Length(p.key_value_seq_lengths, batch, p.seq_k)),
-        diagonal(!p.is_causal ? keys : p.bottom_right ? keys - queries : 0) {}
+        diagonal(!p.is_causal     ? keys
+                 : p.bottom_right ? keys - queries
+                                  : 0) {}
   static int64_t Length(const int32_t* lengths, int64_t batch, int64_t size) {
     return lengths ? AtLeast(AtMost(lengths[batch], size), 0) : size;
   }
@@ -196,9 +198,9 @@ Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView
                            TensorView key_value_seq_lengths, float scale, float soft_cap,
                            bool is_causal, bool bottom_right, TensorView output, TensorView lse) {
   AttentionProblem p;
-  if (Status s = DescribeAttention(query, key, value, bias, mask, query_seq_lengths,
-                                   key_value_seq_lengths, scale, soft_cap, is_causal, bottom_right,
-                                   output, lse, &p);
+  if (Status s =
+          DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
+                            scale, soft_cap, is_causal, bottom_right, output, lse, &p);
       !s.ok()) {
     return s;
   }
@@ -226,8 +228,8 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
                                TensorView dkey, TensorView dvalue, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse,
-                                       scale, soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
+                                       soft_cap, is_causal, bottom_right, &p);
       !s.ok()) {
     return s;
   }
@@ -247,9 +249,8 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
                       }
                     });
     const auto sum = TF_OPS_SIMD(SumQueryParts<T>);
-    cpu.ParallelFor(
-        p.batch * p.seq_q * p.heads, g.parts * p.head_dim / 4 + 20,
-        [&](int64_t begin, int64_t end) { sum(p, g, begin, end, dquery.as<T>()); });
+    cpu.ParallelFor(p.batch * p.seq_q * p.heads, g.parts * p.head_dim / 4 + 20,
+                    [&](int64_t begin, int64_t end) { sum(p, g, begin, end, dquery.as<T>()); });
     return Ok();
   });
 }
@@ -277,8 +278,8 @@ Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse,
                                    bool bottom_right, TensorView dbias, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse,
-                                       scale, soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
+                                       soft_cap, is_causal, bottom_right, &p);
       !s.ok()) {
     return s;
   }

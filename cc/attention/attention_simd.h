@@ -242,7 +242,7 @@ inline Visible FindVisible(const AttentionProblem& p, const AttentionRow& row,
   const bool above = tile.key + tile.keys - 1 <= tile.query + diagonal;
   if (above && !p.mask) return kAll;
   const uint64_t every = ~uint64_t{0} >> (64 - tile.keys);
-  const int64_t(&strides)[4] = p.mask_strides;
+  const int64_t (&strides)[4] = p.mask_strides;
   const int64_t at = tile.batch * strides[0] + tile.head * strides[1] + tile.query * strides[2] +
                      tile.key * strides[3];
   uint64_t mask = every, any = 0, all = every;
@@ -278,13 +278,14 @@ void Scores(const AttentionProblem& p, const ScoreTile& tile, const float* qt, c
     }
   }
   if (p.bias) {
-    const int64_t(&strides)[4] = p.bias_strides;
+    const int64_t (&strides)[4] = p.bias_strides;
     const T* bias = static_cast<const T*>(p.bias) + tile.batch * strides[0] +
                     tile.head * strides[1] + tile.query * strides[2] + tile.key * strides[3];
     if (strides[2] == 0) {
       for (int j = 0; j < tile.keys; ++j) {
         const Floats x = Set(float(bias[j * strides[3]]));
-        for (int v = j * lanes; v < (j + 1) * lanes; v += kLanes) Store(scores + v, Load(scores + v) + x);
+        for (int v = j * lanes; v < (j + 1) * lanes; v += kLanes)
+          Store(scores + v, Load(scores + v) + x);
       }
     } else if (strides[3] == 0) {
       alignas(64) float column[kMaxQueries] = {};
@@ -374,13 +375,21 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
   float* peak = scratch.Take(blocks.queries);
   float* total = scratch.Take(blocks.queries);
   float* shrink = scratch.Take(kMaxQueries);
-  Operand<T> k{nullptr, p.kv_heads * p.head_dim, 0, int(p.head_dim), 1.0f,
-               scratch.Take(blocks.keys * Padded(p.head_dim)), Padded(p.head_dim)};
-  Operand<T> v{nullptr, p.kv_heads * p.value_dim, 0, int(p.value_dim), 1.0f,
-               scratch.Take(blocks.keys * value_ld), value_ld};
+  Operand<T> k{nullptr,
+               p.kv_heads * p.head_dim,
+               0,
+               int(p.head_dim),
+               1.0f,
+               scratch.Take(blocks.keys * Padded(p.head_dim)),
+               Padded(p.head_dim)};
+  Operand<T> v{nullptr, p.kv_heads * p.value_dim,
+               0,       int(p.value_dim),
+               1.0f,    scratch.Take(blocks.keys * value_ld),
+               value_ld};
 
   const int64_t stride = p.heads * p.head_dim;
-  const T* q = static_cast<const T*>(p.query) + (batch * p.seq_q + query) * stride + head * p.head_dim;
+  const T* q =
+      static_cast<const T*>(p.query) + (batch * p.seq_q + query) * stride + head * p.head_dim;
   for (int g = 0; g < rows; g += kMaxQueries) {
     const int group_rows = int(AtMost(rows - g, kMaxQueries));
     PackTransposed(q + g * stride, stride, group_rows, int(p.head_dim), p.scale,
@@ -414,7 +423,8 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
       }
       Scores<T>(p, tile, qt + g * p.head_dim, k.block, k.ld, visible, seen, scores, nullptr);
       UpdateSoftmax(tile, scores, peak + g, total + g, shrink);
-      MatMulWeights<true>(kScaleAndAdd, group_rows, scores, tile.lanes, v, sum + g * value_ld, shrink);
+      MatMulWeights<true>(kScaleAndAdd, group_rows, scores, tile.lanes, v, sum + g * value_ld,
+                          shrink);
     }
   }
 
@@ -443,8 +453,8 @@ void Delta(const AttentionProblem& p, const AttentionGradients& g, int64_t begin
   alignas(64) float dy[kMaxHeadDim * kLanes], y[kMaxHeadDim * kLanes];
   for (int64_t i = begin; i < end; i += kLanes) {
     const int rows = int(AtMost(end - i, kLanes));
-    PackTransposed(static_cast<const T*>(g.doutput) + i * columns, columns, rows, columns, 1.0f,
-                   dy, kLanes);
+    PackTransposed(static_cast<const T*>(g.doutput) + i * columns, columns, rows, columns, 1.0f, dy,
+                   kLanes);
     PackTransposed(static_cast<const T*>(g.output) + i * columns, columns, rows, columns, 1.0f, y,
                    kLanes);
     Floats sum{};
@@ -538,8 +548,9 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
   const auto operand = [&](int64_t heads, int columns, float factor, int rows) {
-    return Operand<T>{nullptr, heads * columns, 0, columns, factor,
-                      scratch.Take(rows * Padded(columns)), Padded(columns)};
+    return Operand<T>{nullptr,        heads * columns, 0,
+                      columns,        factor,          scratch.Take(rows * Padded(columns)),
+                      Padded(columns)};
   };
   Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
   Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);
@@ -585,7 +596,8 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
         MatMulWeights<false>(kAdd, keys, weights, tile.lanes, block.doutput, dv);
         MatMulWeights<false>(kAdd, keys, dscores, tile.lanes, block.q, dk);
         DropNonFinite(&k);
-        MatMulWeights<true>(kAdd, rows, dscores, tile.lanes, k, dquery + h * head_size + query * ld);
+        MatMulWeights<true>(kAdd, rows, dscores, tile.lanes, k,
+                            dquery + h * head_size + query * ld);
         if (!k.finite) Pack(&k);
       }
     }
@@ -607,7 +619,8 @@ void SumQueryParts(const AttentionProblem& p, const AttentionGradients& g, int64
     for (int c = 0; c < ld; c += kLanes) {
       Floats x{};
       for (int64_t part = 0; part < g.parts; ++part) {
-        x += Load(g.dquery + (((part * p.batch + batch) * p.heads + head) * p.seq_q + query) * ld + c);
+        x += Load(g.dquery + (((part * p.batch + batch) * p.heads + head) * p.seq_q + query) * ld +
+                  c);
       }
       Store(sum + c, x);
     }
@@ -658,8 +671,9 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
   const auto operand = [&](int64_t heads, int columns, float factor, int rows) {
-    return Operand<T>{nullptr, heads * columns, 0, columns, factor,
-                      scratch.Take(rows * Padded(columns)), Padded(columns)};
+    return Operand<T>{nullptr,        heads * columns, 0,
+                      columns,        factor,          scratch.Take(rows * Padded(columns)),
+                      Padded(columns)};
   };
   Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
   Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);

@@ -101,8 +101,7 @@ void SumFewClasses(const T* logits, int64_t tokens, int64_t classes, float soft_
       sum_x += x;
       Store(block + c * kLanes, x);
     }
-    const Floats reference = max == -INFINITY ? Floats{} : max;
-    for (int64_t c = 0; c < classes; ++c) sum += Exp(Load(block + c * kLanes) - reference);
+    for (int64_t c = 0; c < classes; ++c) sum += Exp(Load(block + c * kLanes) - max);
     for (int lane = 0; lane < kLanes && first + lane < tokens; ++lane) {
       sums[first + lane] = {max[lane], sum[lane], sum_x[lane]};
     }
