@@ -307,10 +307,8 @@ def bench(library, path):
                     print(f"{name} {what}: {error}", file=sys.stderr)
                     continue
                 floor = passes * size / copy / 1e9
-                rows.append(
-                    {"tokens": tokens, "classes": classes, "contender": name, "what": what, "ms": ms,
-                         "TBps": passes * size / ms / 1e9, "share_of_floor": floor / ms}
-                )  # fmt: skip
+                rows.append({"tokens": tokens, "classes": classes, "contender": name, "what": what})
+                rows[-1].update(ms=ms, TBps=passes * size / ms / 1e9, share_of_floor=floor / ms)
                 print(
                     f"{tokens}x{classes} {name:14} {what:9} {ms:7.3f} ms {floor / ms:6.1%}",
                     flush=True,
