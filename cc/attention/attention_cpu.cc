@@ -97,8 +97,14 @@ AttentionBlocks ForwardBlocks(const AttentionProblem& p) {
   const int dims = Padded(p.head_dim) + Padded(p.value_dim);
   const int keys = dims <= 256 ? kMaxKeys : kMaxKeys / 2;
   const int room = kScratch - keys * (dims + kMaxQueries) - kMaxQueries;
-  const bool many = p.batch * p.heads * Blocks(p.seq_q, 2 * kMaxQueries) >= kFewestTasks;
-  return {many && 2 * kMaxQueries * (dims + 2) <= room ? 2 * kMaxQueries : kMaxQueries, keys};
+  // The more queries share a block of keys, the better, while there are tasks enough.
+  int queries = 4 * kMaxQueries;
+  while (queries > kMaxQueries &&
+         (queries * (dims + 2) > room ||
+          p.batch * p.heads * Blocks(p.seq_q, queries) < kFewestTasks)) {
+    queries /= 2;
+  }
+  return {queries, keys};
 }
 
 AttentionBlocks GradBlocks(int64_t head_dim, int64_t value_dim) {

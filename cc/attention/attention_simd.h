@@ -101,22 +101,26 @@ struct Operand {
 template <typename T>
 void Pack(Operand<T>* operand) {
   const int columns = operand->columns, whole = columns / kLanes * kLanes;
-  Floats zero{};  // or NaN
+  UInts largest{};  // magnitude, as bits: those of Inf and NaN are the largest of all
   for (int r = 0; r < operand->rows; ++r) {
     const T* from = operand->source + r * operand->stride;
     float* to = operand->block + int64_t{r} * operand->ld;
     for (int c = 0; c < operand->ld; c += kLanes) {
+      // What the next block takes from here; rows of one head are far apart.
+      __builtin_prefetch(from + operand->rows * operand->stride + c);
       Floats x{};
       if (c < whole) {
         x = Load(from + c) * operand->factor;
       } else if (c < columns) {
         x = LoadPartial(from + c, columns - whole) * operand->factor;
       }
-      zero += x * 0.0f;
+      const UInts magnitude = (UInts)x & 0x7fffffff;
+      largest = magnitude > largest ? magnitude : largest;
       Store(to + c, x);
     }
   }
-  operand->finite = ReduceSum(zero) == 0.0f;
+  operand->finite = true;
+  for (int i = 0; i < kLanes; ++i) operand->finite &= largest[i] < 0x7f800000;
 }
 
 template <typename T>
@@ -317,6 +321,20 @@ void Scores(const AttentionProblem& p, const ScoreTile& tile, const float* qt, c
   }
 }
 
+// exp(x) for x <= 0, cheaper than Exp: 2^n times a polynomial in the rest of x log2(e). The
+// relative error grows with -x to a few ulp, as the weight shrinks beside the largest, 1.
+TF_OPS_INLINE Floats Weight(Floats x) {
+  const Floats shifted = x * 1.44269504f + 12582912.0f, r = x * 1.44269504f - (shifted - 12582912.0f);
+  Floats p = r * 1.53707101e-4f + 1.33998531e-3f;
+  p = p * r + 9.61837326e-3f;
+  p = p * r + 5.55032902e-2f;
+  p = p * r + 2.40226485e-1f;
+  p = p * r + 6.93147206e-1f;
+  p = p * r + 1.0f;
+  const Floats scaled = (Floats)((UInts)p + ((UInts)shifted << 23));
+  return x < -87.3f ? Floats{} : scaled;
+}
+
 // Takes a tile of scores into the softmax of its queries, of which peak is the largest score
 // so far and total the sum of exp(score - peak). The scores become weights relative to the
 // new peak, and what was summed before must be scaled by `shrink`.
@@ -325,17 +343,23 @@ inline void UpdateSoftmax(const ScoreTile& tile, float* scores, float* peak, flo
   const int lanes = tile.lanes;
   for (int v = 0; v < lanes; v += kLanes) {
     const Floats before = Load(peak + v);
-    Floats top = before;
-    for (int j = 0; j < tile.keys; ++j) top = Max(Load(scores + j * lanes + v), top);
+    Floats top = before, other = before;
+    int j = 0;
+    for (; j + 1 < tile.keys; j += 2) {
+      top = Max(Load(scores + j * lanes + v), top);
+      other = Max(Load(scores + (j + 1) * lanes + v), other);
+    }
+    if (j < tile.keys) top = Max(Load(scores + j * lanes + v), top);
+    top = Max(other, top);
     // While nothing is visible: exp(-inf - 0) is 0 and exp(-inf + inf) would be NaN.
     const Floats base = top == -__builtin_inff() ? Floats{} : top;
     Floats sum{};
-    for (int j = 0; j < tile.keys; ++j) {
-      const Floats weight = Exp(Load(scores + j * lanes + v) - base);
+    for (j = 0; j < tile.keys; ++j) {
+      const Floats weight = Weight(Load(scores + j * lanes + v) - base);
       sum += weight;
       Store(scores + j * lanes + v, weight);
     }
-    const Floats scale = Exp(before - base);
+    const Floats scale = Weight(before - base);
     Store(peak + v, top);
     Store(total + v, Load(total + v) * scale + sum);
     Store(shrink + v, scale);
@@ -474,23 +498,20 @@ struct QueryBlock {
   float *qt, *doutput_t, *lse, *delta;
 };
 
-// Reads the tile's queries; whole: also q and doutput, not only their transposes.
 template <typename T>
 void PackQueries(const AttentionProblem& p, const AttentionGradients& g, const ScoreTile& tile,
-                 bool whole, QueryBlock<T>* block) {
+                 QueryBlock<T>* block) {
   const int64_t at = (tile.batch * p.seq_q + tile.query) * p.heads + tile.head;
   Operand<T>&q = block->q, &dy = block->doutput;
   q.source = static_cast<const T*>(p.query) + at * p.head_dim;
   dy.source = static_cast<const T*>(g.doutput) + at * p.value_dim;
   q.rows = dy.rows = tile.rows;
-  if (whole) {
-    Pack(&q);
-    Pack(&dy);
-    DropNonFinite(&q);
-    DropNonFinite(&dy);
-  }
-  PackTransposed(q.source, q.stride, q.rows, q.columns, q.factor, block->qt, tile.lanes);
-  PackTransposed(dy.source, dy.stride, dy.rows, dy.columns, 1.0f, block->doutput_t, tile.lanes);
+  Pack(&q);
+  Pack(&dy);
+  PackTransposed(q.block, q.ld, q.rows, q.columns, 1.0f, block->qt, tile.lanes);
+  PackTransposed(dy.block, dy.ld, dy.rows, dy.columns, 1.0f, block->doutput_t, tile.lanes);
+  DropNonFinite(&q);
+  DropNonFinite(&dy);
   const int64_t row = (tile.batch * p.heads + tile.head) * p.seq_q + tile.query;
   const float inf = __builtin_inff();
   for (int r = 0; r < tile.lanes; ++r) {
@@ -517,7 +538,7 @@ void ScoreGradients(const AttentionProblem& p, const ScoreTile& tile, const Quer
     for (int i = r; i < tile.keys * lanes; i += lanes) {
       const Floats score = Load(weights + i);
       const auto visible = score != -__builtin_inff();  // elsewhere the rest may be NaN
-      const Floats weight = Exp(score - lse);
+      const Floats weight = Weight(score - lse);
       Floats ds = weight * (Load(dscores + i) - delta);
       if (slope) ds *= Load(slope + i);
       Store(weights + i, visible ? weight : Floats{});
@@ -591,7 +612,7 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
         uint32_t seen[2][kMaxQueries];
         const Visible visible = FindVisible(p, row, tile, seen);
         if (visible == kNone) continue;
-        PackQueries(p, g, tile, true, &block);
+        PackQueries(p, g, tile, &block);
         ScoreGradients(p, tile, block, k, v, visible, seen, weights, dscores, slope);
         MatMulWeights<false>(kAdd, keys, weights, tile.lanes, block.doutput, dv);
         MatMulWeights<false>(kAdd, keys, dscores, tile.lanes, block.q, dk);
@@ -677,8 +698,8 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
   };
   Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
   Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);
-  QueryBlock<T> block{operand(p.heads, head_dim, p.scale, 0),
-                      operand(p.heads, value_dim, 1.0f, 0),
+  QueryBlock<T> block{operand(p.heads, head_dim, p.scale, blocks.queries),
+                      operand(p.heads, value_dim, 1.0f, blocks.queries),
                       scratch.Take(blocks.queries * head_dim),
                       scratch.Take(blocks.queries * value_dim),
                       scratch.Take(blocks.queries),
@@ -715,7 +736,7 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
     k.rows = v.rows = keys;
     Pack(&k);
     Pack(&v);
-    PackQueries(p, g, tile, false, &block);
+    PackQueries(p, g, tile, &block);
     ScoreGradients(p, tile, block, k, v, visible, seen, weights, dscores, nullptr);
     for (int j = 0; j < keys; ++j) {
       for (int i = 0; i < rows; i += kLanes) {
