@@ -99,9 +99,8 @@ AttentionBlocks ForwardBlocks(const AttentionProblem& p) {
   const int room = kScratch - keys * (dims + kMaxQueries) - kMaxQueries;
   // The more queries share a block of keys, the better, while there are tasks enough.
   int queries = 4 * kMaxQueries;
-  while (queries > kMaxQueries &&
-         (queries * (dims + 2) > room ||
-          p.batch * p.heads * Blocks(p.seq_q, queries) < kFewestTasks)) {
+  while (queries > kMaxQueries && (queries * (dims + 2) > room ||
+                                   p.batch * p.heads * Blocks(p.seq_q, queries) < kFewestTasks)) {
     queries /= 2;
   }
   return {queries, keys};

@@ -324,7 +324,8 @@ void Scores(const AttentionProblem& p, const ScoreTile& tile, const float* qt, c
 // exp(x) for x <= 0, cheaper than Exp: 2^n times a polynomial in the rest of x log2(e). The
 // relative error grows with -x to a few ulp, as the weight shrinks beside the largest, 1.
 TF_OPS_INLINE Floats Weight(Floats x) {
-  const Floats shifted = x * 1.44269504f + 12582912.0f, r = x * 1.44269504f - (shifted - 12582912.0f);
+  const Floats shifted = x * 1.44269504f + 12582912.0f,
+               r = x * 1.44269504f - (shifted - 12582912.0f);
   Floats p = r * 1.53707101e-4f + 1.33998531e-3f;
   p = p * r + 9.61837326e-3f;
   p = p * r + 5.55032902e-2f;
