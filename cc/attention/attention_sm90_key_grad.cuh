@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+// dK and dV of attention for sm_90a; see attention_sm90_backward.cuh.
+#pragma once
+
+#include "cc/attention/attention_sm90_grad.cuh"
+
+namespace tf_ops {
+
+template <int kHeadDim>
+struct Sm90KeyValueGrad {
+  static constexpr int kKeys = 128, kQueries = 64, kStages = 2;
+  template <typename T>
+  struct Shared {
+    T k[kKeys * kHeadDim], v[kKeys * kHeadDim];
+    T q[kStages][kQueries * kHeadDim], d_o[kStages][kQueries * kHeadDim];
+    float lse[kStages][kQueries], delta[kStages][kQueries];
+    uint64_t full_kv, empty_kv, full_out[2];
+    uint64_t full_q[kStages], full_do[kStages], empty[kStages];
+    int nearest_q[2][kHeadDim], nearest_do[2][kHeadDim];
+  };
+};
+
+// The work of one KeyValueGrad tile: its queries start at first_query, a multiple of 64.
+struct Sm90KeyTile : Sm90HeadRows, Sm90Visibility {
+  int first_query, steps_per_head;
+  template <int kHeadDim>
+  static __device__ Sm90KeyTile At(const Sm90BackwardArguments& a, int index) {
+    using Config = Sm90KeyValueGrad<kHeadDim>;
+    const Sm90HeadRows rows(a, index, int(a.problem.kv_heads), Config::kKeys, false);
+    Sm90KeyTile tile{rows, Sm90Visibility(a.problem, rows.batch)};
+    // Under causality the first key of the tile is seen from query key - diagonal + 1 on.
+    const int first = max(tile.first_row - tile.diagonal + 1, 0);
+    tile.first_query = first / Config::kQueries * Config::kQueries;
+    const int queries = tile.first_row < tile.keys ? tile.queries - tile.first_query : 0;
+    tile.steps_per_head = max(queries + Config::kQueries - 1, 0) / Config::kQueries;
+    return tile;
+  }
+};
+
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void ProduceKeyValueGrad(
+    const Sm90BackwardArguments& a, const CUtensorMap& query_map, const CUtensorMap& key_map,
+    const CUtensorMap& value_map, const CUtensorMap& doutput_map, const CUtensorMap& row_terms_map,
+    typename Sm90KeyValueGrad<kHeadDim>::template Shared<T>& shared) {
+  using Config = Sm90KeyValueGrad<kHeadDim>;
+  const int group_size = int(a.problem.heads / a.problem.kv_heads);
+  RingPosition at;
+  uint32_t tile_parity = 0;
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim>(a, index);
+    if (tile.steps_per_head == 0) continue;
+    BarrierWait(&shared.empty_kv, tile_parity ^ 1);
+    tile_parity ^= 1;
+    BarrierExpectBytes(&shared.full_kv, sizeof shared.k + sizeof shared.v);
+    LoadPanels<kHeadDim>(shared.k, Config::kKeys, key_map, &shared.full_kv, tile.head,
+                         tile.first_row, tile.batch);
+    LoadPanels<kHeadDim>(shared.v, Config::kKeys, value_map, &shared.full_kv, tile.head,
+                         tile.first_row, tile.batch);
+    for (int head = tile.head * group_size; head < (tile.head + 1) * group_size; ++head) {
+      const int row = tile.batch * int(a.problem.heads) + head;
+      for (int step = 0; step < tile.steps_per_head; ++step) {
+        const int query = tile.first_query + step * Config::kQueries;
+        BarrierWait(&shared.empty[at.stage], at.parity ^ 1);
+        BarrierExpectBytes(&shared.full_q[at.stage], sizeof shared.q[0] + sizeof shared.lse[0]);
+        LoadPanels<kHeadDim>(shared.q[at.stage], Config::kQueries, query_map,
+                             &shared.full_q[at.stage], head, query, tile.batch);
+        TmaLoad(shared.lse[at.stage], row_terms_map, &shared.full_q[at.stage], query, row);
+        BarrierExpectBytes(&shared.full_do[at.stage],
+                           sizeof shared.d_o[0] + sizeof shared.delta[0]);
+        LoadPanels<kHeadDim>(shared.d_o[at.stage], Config::kQueries, doutput_map,
+                             &shared.full_do[at.stage], head, query, tile.batch);
+        TmaLoad(shared.delta[at.stage], row_terms_map, &shared.full_do[at.stage], query,
+                int(a.problem.batch * a.problem.heads) + row);
+        at.Advance<Config::kStages>();
+      }
+    }
+  }
+}
+
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void StoreKeyValueGrad(
+    const Sm90BackwardArguments& a, const CUtensorMap& dkey_map, const CUtensorMap& dvalue_map,
+    typename Sm90KeyValueGrad<kHeadDim>::template Shared<T>& shared) {
+  using Config = Sm90KeyValueGrad<kHeadDim>;
+  uint32_t parity = 0;
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim>(a, index);
+    if (tile.steps_per_head == 0) continue;
+#pragma unroll 1
+    for (int consumer = 0; consumer < 2; ++consumer) {
+      BarrierWait(&shared.full_out[consumer], parity);
+      StorePanels<kHeadDim>(dkey_map, shared.k + consumer * 64 * kPanelCols, Config::kKeys,
+                            tile.head, tile.first_row + consumer * 64, tile.batch);
+      StorePanels<kHeadDim>(dvalue_map, shared.v + consumer * 64 * kPanelCols, Config::kKeys,
+                            tile.head, tile.first_row + consumer * 64, tile.batch);
+    }
+    TmaStoreWaitRead();
+    BarrierArrive(&shared.empty_kv);
+    parity ^= 1;
+  }
+  TmaStoreWait();
+}
+
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void ConsumeKeyValueGrad(
+    const Sm90BackwardArguments& a,
+    typename Sm90KeyValueGrad<kHeadDim>::template Shared<T>& shared) {
+  using Config = Sm90KeyValueGrad<kHeadDim>;
+  const AttentionProblem& p = a.problem;
+  // The shuffle tells the compiler that the number is the same in all lanes.
+  const int consumer = __shfl_sync(0xffffffff, threadIdx.x / 128, 0) - 1;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int row_in_tile = 64 * consumer + 16 * warp + lane / 4;
+  const int group_size = int(p.heads / p.kv_heads);
+  const float scale_log2 = p.scale * kLog2E;
+  const auto release = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane == 0) BarrierArrive(barrier);
+  };
+  constexpr int kKeyPanel = Config::kKeys * kPanelRowBytes;
+  constexpr int kQueryPanel = Config::kQueries * kPanelRowBytes;
+  float dk[kHeadDim / 2], dv[kHeadDim / 2], s[Config::kQueries / 2], dp[Config::kQueries / 2];
+  uint32_t p_operand[Config::kQueries / 16][4], ds_operand[Config::kQueries / 16][4];
+
+  // d = A B^T for 64 of the tile's keys and a step's queries.
+  const auto products_over_dim = [&](float (&d)[Config::kQueries / 2], const T* keys,
+                                     const T* queries) {
+    const uint64_t key_rows = PanelDescriptor(keys + consumer * 64 * kPanelCols);
+    const uint64_t query_rows = PanelDescriptor(queries);
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const uint64_t within = step % 4 * kStepKMajor;
+      Wgmma<T, false>(d, key_rows + step / 4 * (kKeyPanel / 16) + within,
+                      query_rows + step / 4 * (kQueryPanel / 16) + within, step > 0);
+    }
+    WgmmaCommit();
+  };
+  const auto add_over_queries = [&](float (&d)[kHeadDim / 2],
+                                    const uint32_t (&operand)[Config::kQueries / 16][4],
+                                    const T* queries, bool accumulate) {
+    const uint64_t rows = PanelDescriptor(queries, kQueryPanel);
+#pragma unroll
+    for (int step = 0; step < Config::kQueries / 16; ++step) {
+      Wgmma<T, true>(d, operand[step], rows + step * kStepMnMajor, accumulate || step > 0);
+    }
+    WgmmaCommit();
+  };
+
+  RingPosition at;
+  uint32_t tile_parity = 0;
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim>(a, index);
+    if (tile.steps_per_head == 0) {
+      const int row = tile.first_row + 64 * consumer;
+      ZeroRows<T>(a.dkey, tile.batch, p.seq_k, p.kv_heads, p.head_dim, tile.head, row);
+      ZeroRows<T>(a.dvalue, tile.batch, p.seq_k, p.kv_heads, p.value_dim, tile.head, row);
+      continue;
+    }
+    // A thread's two keys are seen by the queries from first_visible on.
+    int first_visible[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = tile.first_row + row_in_tile + 8 * r;
+      first_visible[r] = key < tile.keys ? key - tile.diagonal + 1 : tile.queries;
+    }
+    // From this query on, all keys of a range are seen: the consumer's 64, the tile's 128.
+    const auto all_visible_from = [&](int last_key) {
+      return last_key < tile.keys ? last_key - tile.diagonal + 1 : tile.queries;
+    };
+    const int all_visible = all_visible_from(tile.first_row + 64 * consumer + 63);
+    const int tile_all_visible = all_visible_from(tile.first_row + Config::kKeys - 1);
+
+    BarrierWait(&shared.full_kv, tile_parity);
+    tile_parity ^= 1;
+    const int steps = tile.steps_per_head * group_size;
+    int query = tile.first_query;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      BarrierWait(&shared.full_q[at.stage], at.parity);
+      BarrierWait(&shared.full_do[at.stage], at.parity);
+      Pin(s);
+      Pin(dp);
+      WgmmaFence();
+      products_over_dim(s, shared.k, shared.q[at.stage]);
+      products_over_dim(dp, shared.v, shared.d_o[at.stage]);
+      WgmmaWait<1>();
+      Pin(s);
+      const float* lse = shared.lse[at.stage] + lane % 4 * 2;
+      const float* delta = shared.delta[at.stage] + lane % 4 * 2;
+#pragma unroll
+      for (int g = 0; g < Config::kQueries / 8; ++g) {
+        const float2 shift = *reinterpret_cast<const float2*>(lse + 8 * g);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          s[4 * g + 2 * r] = Exp2(s[4 * g + 2 * r] * scale_log2 - shift.x);
+          s[4 * g + 2 * r + 1] = Exp2(s[4 * g + 2 * r + 1] * scale_log2 - shift.y);
+        }
+      }
+      const bool masked = query < all_visible || query + Config::kQueries > tile.queries;
+      if (masked) {
+#pragma unroll
+        for (int i = 0; i < Config::kQueries / 2; ++i) {
+          const int column = query + i / 4 * 8 + lane % 4 * 2 + i % 2;
+          if (column < first_visible[i / 2 % 2] || column >= tile.queries) s[i] = 0.0f;
+        }
+      }
+      PackOperand<T>(s, p_operand);
+      // Where some key is not seen by all queries, both operands of the next products are cleared
+      // of NaN and Inf, once both consumers have read them.
+      bool cleared_do = false, cleared_q = false;
+      if (query < tile_all_visible || query + Config::kQueries > tile.queries) {
+        WgmmaWait<0>();
+        NamedBarrierSync(8, 256);
+        cleared_do = ClearNonFinite<Config::kQueries, kHeadDim, 256, false>(
+            shared.d_o[at.stage], shared.nearest_do, tile.queries - query);
+        cleared_q = ClearNonFinite<Config::kQueries, kHeadDim, 256, false>(
+            shared.q[at.stage], shared.nearest_q, tile.queries - query);
+      }
+      Pin(dv);
+      WgmmaFence();
+      add_over_queries(dv, p_operand, shared.d_o[at.stage], step > 0);
+      WgmmaWait<1>();  // for dP; dV goes on
+      Pin(dp);
+#pragma unroll
+      for (int g = 0; g < Config::kQueries / 8; ++g) {
+        const float2 d = *reinterpret_cast<const float2*>(delta + 8 * g);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          dp[4 * g + 2 * r] = s[4 * g + 2 * r] * (dp[4 * g + 2 * r] - d.x);
+          dp[4 * g + 2 * r + 1] = s[4 * g + 2 * r + 1] * (dp[4 * g + 2 * r + 1] - d.y);
+        }
+      }
+      if (masked) {
+#pragma unroll
+        for (int i = 0; i < Config::kQueries / 2; ++i) {
+          // Not 0 times what may be NaN.
+          if (s[i] == 0.0f || SeesOneKey(delta[i / 4 * 8 + i % 2])) dp[i] = 0.0f;
+        }
+      }
+      PackOperand<T>(dp, ds_operand);
+      Pin(dk);
+      WgmmaFence();
+      add_over_queries(dk, ds_operand, shared.q[at.stage], step > 0);
+      WgmmaWait<0>();
+      Pin(dk);
+      Pin(dv);
+      const auto sees = [&](int r, int row) { return query + row >= first_visible[r]; };
+      if (cleared_do) SpreadNonFinite<kHeadDim, 256, false>(dv, shared.nearest_do, sees);
+      if (cleared_q) SpreadNonFinite<kHeadDim, 256, false>(dk, shared.nearest_q, sees);
+      release(&shared.empty[at.stage]);
+      at.Advance<Config::kStages>();
+      query += Config::kQueries;
+      if (query >= tile.first_query + tile.steps_per_head * Config::kQueries) {
+        query = tile.first_query;  // of the next head
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= p.scale;
+    WritePanels<T, kHeadDim>(dk, reinterpret_cast<char*>(shared.k) + row_in_tile * kPanelRowBytes,
+                             kKeyPanel, lane);
+    WritePanels<T, kHeadDim>(dv, reinterpret_cast<char*>(shared.v) + row_in_tile * kPanelRowBytes,
+                             kKeyPanel, lane);
+    release(&shared.full_out[consumer]);
+  }
+}
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kSm90BackwardThreads, 1)
+    KeyValueGradSm90Kernel(const __grid_constant__ Sm90BackwardArguments a,
+                           const __grid_constant__ CUtensorMap query_map,
+                           const __grid_constant__ CUtensorMap key_map,
+                           const __grid_constant__ CUtensorMap value_map,
+                           const __grid_constant__ CUtensorMap doutput_map,
+                           const __grid_constant__ CUtensorMap row_terms_map,
+                           const __grid_constant__ CUtensorMap dkey_map,
+                           const __grid_constant__ CUtensorMap dvalue_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Config = Sm90KeyValueGrad<kHeadDim>;
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
+  ForgetNonFinite<false>(shared.nearest_q);
+  ForgetNonFinite<false>(shared.nearest_do);
+  if (threadIdx.x == 0) {
+    BarrierInit(&shared.full_kv, 1);
+    BarrierInit(&shared.empty_kv, 1);
+    for (int i = 0; i < 2; ++i) BarrierInit(&shared.full_out[i], 4);
+    for (int i = 0; i < Config::kStages; ++i) {
+      BarrierInit(&shared.full_q[i], 1);
+      BarrierInit(&shared.full_do[i], 1);
+      BarrierInit(&shared.empty[i], 8);
+    }
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    RegistersDown<kHeadDim <= 64 ? 40 : 24>();
+    if (threadIdx.x == 0) {
+      ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, row_terms_map,
+                                       shared);
+    } else if (threadIdx.x == 32) {
+      StoreKeyValueGrad<T, kHeadDim>(a, dkey_map, dvalue_map, shared);
+    }
+  } else {
+    RegistersUp<kHeadDim <= 64 ? 232 : 240>();
+    ConsumeKeyValueGrad<T, kHeadDim>(a, shared);
+  }
+#endif
+}
+
+}  // namespace tf_ops

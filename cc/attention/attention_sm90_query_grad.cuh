@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// dQ of attention for sm_90a; see attention_sm90_backward.cuh.
+#pragma once
+
+#include "cc/attention/attention_sm90_grad.cuh"
+
+namespace tf_ops {
+
+template <int kHeadDim>
+struct Sm90QueryGrad {
+  static constexpr int kQueries = 128, kStages = 2;
+  static constexpr int kKeys = kHeadDim <= 64 ? 128 : 96;  // registers
+  template <typename T>
+  struct Shared {
+    T q[kQueries * kHeadDim], d_o[kQueries * kHeadDim];
+    T k[kStages][kKeys * kHeadDim], v[kStages][kKeys * kHeadDim];
+    uint64_t full_q, empty_q, full_out[2];
+    uint64_t full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
+    int nearest[2][kHeadDim];
+  };
+};
+
+struct Sm90QueryTile : Sm90HeadRows, Sm90Visibility {
+  int blocks;
+  template <int kHeadDim>
+  static __device__ Sm90QueryTile At(const Sm90BackwardArguments& a, int index) {
+    using Config = Sm90QueryGrad<kHeadDim>;
+    const Sm90HeadRows rows(a, index, int(a.problem.heads), Config::kQueries, true);
+    Sm90QueryTile tile{rows, Sm90Visibility(a.problem, rows.batch)};
+    const int last_row = min(tile.first_row + Config::kQueries, tile.queries) - 1;
+    const int seen = last_row < tile.first_row ? 0 : max(tile.Limit(last_row), 0);
+    tile.blocks = (seen + Config::kKeys - 1) / Config::kKeys;
+    return tile;
+  }
+};
+
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void ProduceQueryGrad(
+    const Sm90BackwardArguments& a, const CUtensorMap& query_map, const CUtensorMap& key_map,
+    const CUtensorMap& value_map, const CUtensorMap& doutput_map,
+    typename Sm90QueryGrad<kHeadDim>::template Shared<T>& shared) {
+  using Config = Sm90QueryGrad<kHeadDim>;
+  const int group_size = int(a.problem.heads / a.problem.kv_heads);
+  RingPosition at;
+  uint32_t tile_parity = 0;
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
+    if (tile.blocks == 0) continue;
+    const int kv_head = tile.head / group_size;
+    BarrierWait(&shared.empty_q, tile_parity ^ 1);
+    tile_parity ^= 1;
+    BarrierExpectBytes(&shared.full_q, sizeof shared.q + sizeof shared.d_o);
+    LoadPanels<kHeadDim>(shared.q, Config::kQueries, query_map, &shared.full_q, tile.head,
+                         tile.first_row, tile.batch);
+    LoadPanels<kHeadDim>(shared.d_o, Config::kQueries, doutput_map, &shared.full_q, tile.head,
+                         tile.first_row, tile.batch);
+    for (int j = tile.blocks - 1; j >= 0; --j) {
+      BarrierWait(&shared.empty_k[at.stage], at.parity ^ 1);
+      BarrierExpectBytes(&shared.full_k[at.stage], sizeof shared.k[0]);
+      LoadPanels<kHeadDim>(shared.k[at.stage], Config::kKeys, key_map, &shared.full_k[at.stage],
+                           kv_head, j * Config::kKeys, tile.batch);
+      BarrierWait(&shared.empty_v[at.stage], at.parity ^ 1);
+      BarrierExpectBytes(&shared.full_v[at.stage], sizeof shared.v[0]);
+      LoadPanels<kHeadDim>(shared.v[at.stage], Config::kKeys, value_map, &shared.full_v[at.stage],
+                           kv_head, j * Config::kKeys, tile.batch);
+      at.Advance<Config::kStages>();
+    }
+  }
+}
+
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void StoreQueryGrad(
+    const Sm90BackwardArguments& a, const CUtensorMap& dquery_map,
+    typename Sm90QueryGrad<kHeadDim>::template Shared<T>& shared) {
+  using Config = Sm90QueryGrad<kHeadDim>;
+  uint32_t parity = 0;
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
+    if (tile.blocks == 0) continue;
+#pragma unroll 1
+    for (int consumer = 0; consumer < 2; ++consumer) {
+      BarrierWait(&shared.full_out[consumer], parity);
+      StorePanels<kHeadDim>(dquery_map, shared.q + consumer * 64 * kPanelCols, Config::kQueries,
+                            tile.head, tile.first_row + consumer * 64, tile.batch);
+    }
+    TmaStoreWaitRead();
+    BarrierArrive(&shared.empty_q);
+    parity ^= 1;
+  }
+  TmaStoreWait();
+}
+
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void ConsumeQueryGrad(
+    const Sm90BackwardArguments& a, typename Sm90QueryGrad<kHeadDim>::template Shared<T>& shared) {
+  using Config = Sm90QueryGrad<kHeadDim>;
+  const AttentionProblem& p = a.problem;
+  // The shuffle tells the compiler that the number is the same in all lanes.
+  const int consumer = __shfl_sync(0xffffffff, threadIdx.x / 128, 0) - 1;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int row_in_tile = 64 * consumer + 16 * warp + lane / 4;
+  const float scale_log2 = p.scale * kLog2E;
+  const auto release = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane == 0) BarrierArrive(barrier);
+  };
+  constexpr int kKeyPanel = Config::kKeys * kPanelRowBytes;
+  constexpr int kQueryPanel = Config::kQueries * kPanelRowBytes;
+  float dq[kHeadDim / 2], s[Config::kKeys / 2], dp[Config::kKeys / 2];
+  uint32_t ds_operand[Config::kKeys / 16][4];
+
+  const auto products_over_dim = [&](float (&d)[Config::kKeys / 2], const T* queries,
+                                     const T* keys) {
+    const uint64_t query_rows = PanelDescriptor(queries + consumer * 64 * kPanelCols);
+    const uint64_t key_rows = PanelDescriptor(keys);
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const uint64_t within = step % 4 * kStepKMajor;
+      Wgmma<T, false>(d, query_rows + step / 4 * (kQueryPanel / 16) + within,
+                      key_rows + step / 4 * (kKeyPanel / 16) + within, step > 0);
+    }
+    WgmmaCommit();
+  };
+
+  RingPosition at;
+  uint32_t tile_parity = 0;
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
+    const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
+    if (tile.blocks == 0) {
+      const int row = tile.first_row + 64 * consumer;
+      ZeroRows<T>(a.dquery, tile.batch, p.seq_q, p.heads, p.head_dim, tile.head, row);
+      continue;
+    }
+    float lse[2], delta[2];
+    int limit[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = tile.first_row + row_in_tile + 8 * r;
+      lse[r] = a.lse_log2[batch_head * a.padded_queries + row];
+      delta[r] = a.delta[batch_head * a.padded_queries + row];
+      limit[r] = row < tile.queries ? tile.Limit(row) : 0;
+    }
+    // Key blocks that all of a range of rows see: the consumer's 64, the tile's 128.
+    const auto seen_by_all = [&](int first, int last) {
+      return last < tile.queries ? max(tile.Limit(first), 0) / Config::kKeys : 0;
+    };
+    const int first_row = tile.first_row + 64 * consumer;
+    const int full_blocks = seen_by_all(first_row, first_row + 63);
+    const int tile_full_blocks = seen_by_all(tile.first_row, tile.first_row + 127);
+
+    BarrierWait(&shared.full_q, tile_parity);
+    tile_parity ^= 1;
+#pragma unroll 1
+    for (int j = tile.blocks - 1; j >= 0; --j) {
+      BarrierWait(&shared.full_k[at.stage], at.parity);
+      BarrierWait(&shared.full_v[at.stage], at.parity);
+      Pin(s);
+      Pin(dp);
+      WgmmaFence();
+      products_over_dim(s, shared.q, shared.k[at.stage]);
+      products_over_dim(dp, shared.d_o, shared.v[at.stage]);
+      WgmmaWait<1>();
+      Pin(s);
+#pragma unroll
+      for (int i = 0; i < Config::kKeys / 2; ++i) {
+        s[i] = Exp2(s[i] * scale_log2 - lse[i / 2 % 2]);
+      }
+      const bool masked = j >= full_blocks;
+      if (masked) {
+#pragma unroll
+        for (int i = 0; i < Config::kKeys / 2; ++i) {
+          const int column = j * Config::kKeys + i / 4 * 8 + lane % 4 * 2 + i % 2;
+          if (column >= limit[i / 2 % 2]) s[i] = 0.0f;
+        }
+      }
+      WgmmaWait<0>();
+      Pin(dp);
+      release(&shared.empty_v[at.stage]);
+#pragma unroll
+      for (int i = 0; i < Config::kKeys / 2; ++i) dp[i] = s[i] * (dp[i] - delta[i / 2 % 2]);
+      if (masked) {
+#pragma unroll
+        for (int i = 0; i < Config::kKeys / 2; ++i) {
+          // Not 0 times what may be NaN.
+          if (s[i] == 0.0f || SeesOneKey(delta[i / 2 % 2])) dp[i] = 0.0f;
+        }
+      }
+      PackOperand<T>(dp, ds_operand);
+      bool cleared = false;
+      if (j >= tile_full_blocks) {
+        NamedBarrierSync(8, 256);  // both consumers have their scores
+        cleared = ClearNonFinite<Config::kKeys, kHeadDim, 256, true>(shared.k[at.stage],
+                                                                     shared.nearest, Config::kKeys);
+      }
+      Pin(dq);
+      WgmmaFence();
+      const uint64_t key_rows = PanelDescriptor(shared.k[at.stage], kKeyPanel);
+#pragma unroll
+      for (int step = 0; step < Config::kKeys / 16; ++step) {
+        Wgmma<T, true>(dq, ds_operand[step], key_rows + step * kStepMnMajor,
+                       j < tile.blocks - 1 || step > 0);
+      }
+      WgmmaCommit();
+      WgmmaWait<0>();
+      Pin(dq);
+      if (cleared) {
+        SpreadNonFinite<kHeadDim, 256, true>(
+            dq, shared.nearest, [&](int r, int key) { return j * Config::kKeys + key < limit[r]; });
+      }
+      release(&shared.empty_k[at.stage]);
+      at.Advance<Config::kStages>();
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) dq[i] *= p.scale;
+    WritePanels<T, kHeadDim>(dq, reinterpret_cast<char*>(shared.q) + row_in_tile * kPanelRowBytes,
+                             kQueryPanel, lane);
+    release(&shared.full_out[consumer]);
+  }
+}
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kSm90BackwardThreads, 1)
+    QueryGradSm90Kernel(const __grid_constant__ Sm90BackwardArguments a,
+                        const __grid_constant__ CUtensorMap query_map,
+                        const __grid_constant__ CUtensorMap key_map,
+                        const __grid_constant__ CUtensorMap value_map,
+                        const __grid_constant__ CUtensorMap doutput_map,
+                        const __grid_constant__ CUtensorMap dquery_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Config = Sm90QueryGrad<kHeadDim>;
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
+  ForgetNonFinite<true>(shared.nearest);
+  if (threadIdx.x == 0) {
+    BarrierInit(&shared.full_q, 1);
+    BarrierInit(&shared.empty_q, 1);
+    for (int i = 0; i < 2; ++i) BarrierInit(&shared.full_out[i], 4);
+    for (int i = 0; i < Config::kStages; ++i) {
+      BarrierInit(&shared.full_k[i], 1);
+      BarrierInit(&shared.full_v[i], 1);
+      BarrierInit(&shared.empty_k[i], 8);
+      BarrierInit(&shared.empty_v[i], 8);
+    }
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    RegistersDown<40>();
+    if (threadIdx.x == 0) {
+      ProduceQueryGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, shared);
+    } else if (threadIdx.x == 32) {
+      StoreQueryGrad<T, kHeadDim>(a, dquery_map, shared);
+    }
+  } else {
+    RegistersUp<232>();
+    ConsumeQueryGrad<T, kHeadDim>(a, shared);
+  }
+#endif
+}
+
+}  // namespace tf_ops
