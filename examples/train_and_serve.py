@@ -284,7 +284,7 @@ def serve(model, text, compiler, args):
         check_logits(what, np.fromfile(logits, "float32").reshape(expected.shape), expected, args)
         return written
 
-    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path[1:]])
     check(
         "A fresh Python process", sys.executable, "-c", PYTHON_SERVER, saved_model, prompt, logits
     )

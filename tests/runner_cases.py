@@ -140,5 +140,63 @@ def attention_cases():
             )
 
 
+def cross_entropy_case(
+    dtype,
+    tokens,
+    classes,
+    labels_dtype=np.int32,
+    ignore_class=None,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    soft_cap=0.0,
+):
+    """Forward and gradient of one cross entropy."""
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        labels = rng.integers(0, classes, tokens)
+        if ignore_class is not None:
+            labels = np.where(rng.random(tokens) < 0.3, ignore_class, labels)
+        inputs = [labels.astype(labels_dtype), rng.standard_normal((tokens, classes)).astype(dtype)]
+        has_ignore_class = ignore_class is not None
+        attributes = [has_ignore_class, ignore_class or 0, label_smoothing, z_loss, soft_cap]
+        results, problem = compare(
+            kernels,
+            gpu,
+            repeat,
+            "TfOps>SparseSoftmaxCrossEntropy",
+            inputs,
+            attributes,
+            [((tokens,), np.float32)] * 3,
+        )
+        inputs = [rng.standard_normal(tokens).astype(np.float32), *inputs, *results[1:]]
+        problem += compare(
+            kernels,
+            gpu,
+            repeat,
+            "TfOps>SparseSoftmaxCrossEntropyGrad",
+            inputs,
+            attributes,
+            [((tokens, classes), dtype)],
+        )[1]
+        return problem
+
+    return run
+
+
+def cross_entropy_cases():
+    everything = dict(
+        labels_dtype=np.int64, ignore_class=-100, label_smoothing=0.1, z_loss=0.01, soft_cap=2.0
+    )
+    # Each number of threads per row, vectors with and without ends beside them.
+    sizes = [(70, 3), (9, 100), (9, 127), (5, 2048), (3, 4097), (2, 32771)]
+    for (name, dtype), (tokens, classes) in itertools.product(FLOATS.items(), sizes):
+        at = f"cross_entropy/{name}/{tokens}x{classes}"
+        yield at, cross_entropy_case(dtype, tokens, classes)
+        yield f"{at}/everything", cross_entropy_case(dtype, tokens, classes, **everything)
+    yield "cross_entropy/no_token", cross_entropy_case(np.float32, 0, 5)
+
+
 def cases():
     yield from attention_cases()
+    yield from cross_entropy_cases()

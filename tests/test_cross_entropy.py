@@ -217,13 +217,8 @@ def test_every_row_is_written(classes):
 @pytest.mark.parametrize("classes", [13, 127, 4097])
 def test_unaligned_rows(classes, dtype):
     labels, logits = draw([6], classes, dtype)
-    expected = loss_and_gradient(labels, logits)
     for first in range(1, 4):
-        actual = loss_and_gradient(labels[first:], logits[first:])
-        for a, e in zip(actual, expected):
-            # A row that begins elsewhere may be summed in another order.
-            a, e = tf.cast(a, tf.float64), tf.cast(e[first:], tf.float64)
-            np.testing.assert_allclose(a, e, rtol=2e-2 if dtype.size < 4 else 2e-6)
+        check(labels[first:], logits[first:], "eager")
 
 
 def test_large_logits(dtype, mode):
@@ -390,23 +385,23 @@ def test_vectorized_map():
 @pytest.mark.parametrize(
     "match, arguments",
     {
-        "labels must be int32 or int64; they are float32": dict(labels=[1.0, 2.0]),
-        "labels must be int32 or int64; they are uint8": dict(labels=np.uint8([1, 2])),
-        "logits must be float32, float16 or bfloat16; they are float64": dict(
-            logits=np.zeros([2, 3])
-        ),
-        "labels must be of the shape of logits without classes": dict(labels=[[1], [2]]),
-        "at least one class; they are \\(2, 0\\)": dict(logits=tf.zeros([2, 0])),
-        "at least one class; they are \\(\\)": dict(logits=1.0),
-        'reduction must be "none", "mean" or "sum"': dict(reduction="average"),
-        "label_smoothing must be .* it is 1.5": dict(label_smoothing=1.5),
-        "label_smoothing must be .* it is None": dict(label_smoothing=None),
-        "z_loss must be .* it is -1": dict(z_loss=-1),
-        "z_loss must be .* it is nan": dict(z_loss=np.nan),
-        "logits_soft_cap must be .* it is 0": dict(logits_soft_cap=0),
-        "logits_soft_cap must be .* it is inf": dict(logits_soft_cap=np.inf),
-        "ignore_class must be .* it is 1.0": dict(ignore_class=1.0),
-        "ignore_class must be .* it is 9223372036854775808": dict(ignore_class=2**63),
+        "labels must be int32 or int64; they are float32": {"labels": [1.0, 2.0]},
+        "labels must be int32 or int64; they are uint8": {"labels": np.uint8([1, 2])},
+        "logits must be float32, float16 or bfloat16; they are float64": {
+            "logits": np.zeros([2, 3])
+        },
+        "labels must be of the shape of logits without classes": {"labels": [[1], [2]]},
+        "at least one class; they are \\(2, 0\\)": {"logits": tf.zeros([2, 0])},
+        "at least one class; they are \\(\\)": {"logits": 1.0},
+        'reduction must be "none", "mean" or "sum"': {"reduction": "average"},
+        "label_smoothing must be .* it is 1.5": {"label_smoothing": 1.5},
+        "label_smoothing must be .* it is None": {"label_smoothing": None},
+        "z_loss must be .* it is -1": {"z_loss": -1},
+        "z_loss must be .* it is nan": {"z_loss": np.nan},
+        "logits_soft_cap must be .* it is 0": {"logits_soft_cap": 0},
+        "logits_soft_cap must be .* it is inf": {"logits_soft_cap": np.inf},
+        "ignore_class must be .* it is 1.0": {"ignore_class": 1.0},
+        "ignore_class must be .* it is 9223372036854775808": {"ignore_class": 2**63},
     }.items(),
     ids=lambda value: value if isinstance(value, str) else "",
 )

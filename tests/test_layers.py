@@ -414,7 +414,8 @@ def test_saved_model_loads_in_a_fresh_process(tmp_path):
     model.save(tmp_path / "model.keras")
     np.save(tmp_path / "tokens.npy", tokens)
     code = (
-        "import keras, numpy as np, tf_ops\n"
+        "import keras, numpy as np, tensorflow as tf, tf_ops\n"
+        "tf.config.experimental.enable_tensor_float_32_execution(False)\n"
         "model = keras.saving.load_model('model.keras')\n"
         "assert type(model.layers[2]).__module__.startswith('tf_ops.')\n"
         "np.save('logits.npy', model(np.load('tokens.npy')))\n"
@@ -498,9 +499,9 @@ def test_functions_build_models_that_save_and_load(tmp_path):
     inputs = [x.numpy() for x in draw((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 24))]
     inputs.append(np.int32([3, 7]))
     options = {"mask": mask, "is_causal": True, "attn_logits_soft_cap": 3.0, "return_lse": True}
-    o, l = tf_ops.dot_product_attention(*inputs[:3], key_value_seq_lengths=inputs[3], **options)
+    o, lse = tf_ops.dot_product_attention(*inputs[:3], key_value_seq_lengths=inputs[3], **options)
     o = tf_ops.rms_normalization(o, axis=(-1,), epsilon=1e-3)
-    expected = (*tf_ops.rms_normalization(o, residual=o, return_residual=True), l)
+    expected = (*tf_ops.rms_normalization(o, residual=o, return_residual=True), lse)
     for built in (model, again):
         for a, b in zip(built(inputs), expected, strict=True):
             np.testing.assert_array_equal(a, b)

@@ -33,7 +33,7 @@ def test_same_numbers_as_keras(ignore_class, masked, weighted):
         if masked:
             logits._keras_mask = weight > 0.3
         for reduction in reductions:
-            arguments = dict(reduction=reduction, ignore_class=ignore_class)
+            arguments = {"reduction": reduction, "ignore_class": ignore_class}
             ours, stock = SparseSoftmaxCrossEntropy(**arguments), stock_loss(**arguments)
             sample_weight = weight if weighted else None
             actual, expected = (loss(labels, logits, sample_weight) for loss in (ours, stock))

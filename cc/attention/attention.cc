@@ -142,9 +142,9 @@ Status DescribeAttentionGrad(const TensorView& doutput, const TensorView& dlse,
                              const TensorView& key_value_seq_lengths, const TensorView& output,
                              const TensorView& lse, float scale, float soft_cap, bool is_causal,
                              bool bottom_right, AttentionProblem* problem) {
-  if (Status s = DescribeAttention(query, key, value, bias, mask, query_seq_lengths,
-                                   key_value_seq_lengths, scale, soft_cap, is_causal, bottom_right,
-                                   output, lse, problem);
+  if (Status s =
+          DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
+                            scale, soft_cap, is_causal, bottom_right, output, lse, problem);
       !s.ok()) {
     return s;
   }

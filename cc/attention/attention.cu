@@ -68,6 +68,7 @@ bool ServesSm90(const AttentionProblem& p, DType dtype, int largest_head_dim,
   if (p.batch == 0 || p.heads == 0 || p.batch * p.heads > kLimit) return false;
   const int64_t tiles = (std::max(p.seq_q, p.seq_k) + 63) / 64;
   if (p.batch * p.heads * tiles > kLimit) return false;
+  if (p.batch * p.heads > kLimit / 16) return false;  // of whole tiles, a warp for each row
   const DeviceProperties device = CurrentDevice();
   return device.major == 9 && device.minor == 0;
 }

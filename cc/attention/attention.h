@@ -119,15 +119,15 @@ int64_t DotProductAttentionBiasGradCpuWorkspace(TensorView doutput, TensorView d
                                                 TensorView query, TensorView key, TensorView value,
                                                 TensorView bias, TensorView mask,
                                                 TensorView query_seq_lengths,
-                                                TensorView key_value_seq_lengths,
-                                                TensorView output, TensorView lse, float scale,
-                                                float soft_cap, bool is_causal, bool bottom_right);
+                                                TensorView key_value_seq_lengths, TensorView output,
+                                                TensorView lse, float scale, float soft_cap,
+                                                bool is_causal, bool bottom_right);
 int64_t DotProductAttentionBiasGradGpuWorkspace(TensorView doutput, TensorView dlse,
                                                 TensorView query, TensorView key, TensorView value,
                                                 TensorView bias, TensorView mask,
                                                 TensorView query_seq_lengths,
-                                                TensorView key_value_seq_lengths,
-                                                TensorView output, TensorView lse, float scale,
-                                                float soft_cap, bool is_causal, bool bottom_right);
+                                                TensorView key_value_seq_lengths, TensorView output,
+                                                TensorView lse, float scale, float soft_cap,
+                                                bool is_causal, bool bottom_right);
 
 }  // namespace tf_ops

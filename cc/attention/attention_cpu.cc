@@ -26,7 +26,9 @@ struct AttentionRow {
   AttentionRow(const AttentionProblem& p, int64_t batch)
       : queries(Length(p.query_seq_lengths, batch, p.seq_q)),
         keys(Length(p.key_value_seq_lengths, batch, p.seq_k)),
-        diagonal(!p.is_causal ? keys : p.bottom_right ? keys - queries : 0) {}
+        diagonal(!p.is_causal     ? keys
+                 : p.bottom_right ? keys - queries
+                                  : 0) {}
   static int64_t Length(const int32_t* lengths, int64_t batch, int64_t size) {
     return lengths ? AtLeast(AtMost(lengths[batch], size), 0) : size;
   }
@@ -95,8 +97,13 @@ AttentionBlocks ForwardBlocks(const AttentionProblem& p) {
   const int dims = Padded(p.head_dim) + Padded(p.value_dim);
   const int keys = dims <= 256 ? kMaxKeys : kMaxKeys / 2;
   const int room = kScratch - keys * (dims + kMaxQueries) - kMaxQueries;
-  const bool many = p.batch * p.heads * Blocks(p.seq_q, 2 * kMaxQueries) >= kFewestTasks;
-  return {many && 2 * kMaxQueries * (dims + 2) <= room ? 2 * kMaxQueries : kMaxQueries, keys};
+  // The more queries share a block of keys, the better, while there are tasks enough.
+  int queries = 4 * kMaxQueries;
+  while (queries > kMaxQueries && (queries * (dims + 2) > room ||
+                                   p.batch * p.heads * Blocks(p.seq_q, queries) < kFewestTasks)) {
+    queries /= 2;
+  }
+  return {queries, keys};
 }
 
 AttentionBlocks GradBlocks(int64_t head_dim, int64_t value_dim) {
@@ -196,9 +203,9 @@ Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView
                            TensorView key_value_seq_lengths, float scale, float soft_cap,
                            bool is_causal, bool bottom_right, TensorView output, TensorView lse) {
   AttentionProblem p;
-  if (Status s = DescribeAttention(query, key, value, bias, mask, query_seq_lengths,
-                                   key_value_seq_lengths, scale, soft_cap, is_causal, bottom_right,
-                                   output, lse, &p);
+  if (Status s =
+          DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
+                            scale, soft_cap, is_causal, bottom_right, output, lse, &p);
       !s.ok()) {
     return s;
   }
@@ -226,8 +233,8 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
                                TensorView dkey, TensorView dvalue, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse,
-                                       scale, soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
+                                       soft_cap, is_causal, bottom_right, &p);
       !s.ok()) {
     return s;
   }
@@ -247,9 +254,8 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
                       }
                     });
     const auto sum = TF_OPS_SIMD(SumQueryParts<T>);
-    cpu.ParallelFor(
-        p.batch * p.seq_q * p.heads, g.parts * p.head_dim / 4 + 20,
-        [&](int64_t begin, int64_t end) { sum(p, g, begin, end, dquery.as<T>()); });
+    cpu.ParallelFor(p.batch * p.seq_q * p.heads, g.parts * p.head_dim / 4 + 20,
+                    [&](int64_t begin, int64_t end) { sum(p, g, begin, end, dquery.as<T>()); });
     return Ok();
   });
 }
@@ -277,8 +283,8 @@ Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse,
                                    bool bottom_right, TensorView dbias, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse,
-                                       scale, soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
+                                       soft_cap, is_causal, bottom_right, &p);
       !s.ok()) {
     return s;
   }

@@ -15,7 +15,7 @@ struct alignas(8) AttentionRow {
   float lse, delta;
 };
 
-// The delta, a NaN of its own, of a query that sees one key only, while dlse has no part: p is 1
+// The delta, a NaN of its own, of a query that sees one key only and whose dlse is 0: p is 1
 // and ds 0 then, whatever rounding leaves of do . v - do . o. Such a query is in tiles that hide
 // something from it, so that only the code for those has to know.
 constexpr uint32_t kOneKeyDelta = 0x7fc0a11e;

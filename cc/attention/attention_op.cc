@@ -43,8 +43,8 @@ REGISTER_OP("TfOps>DotProductAttention")
       TF_RETURN_IF_ERROR(WithRank4(c, 1, "key", &key));
       TF_RETURN_IF_ERROR(WithRank4(c, 2, "value", &value));
       // Whether the dimensions agree the launcher says better: it names them.
-      c->set_output(
-          0, c->MakeShape({c->Dim(query, 0), c->Dim(query, 1), c->Dim(query, 2), c->Dim(value, 3)}));
+      c->set_output(0, c->MakeShape({c->Dim(query, 0), c->Dim(query, 1), c->Dim(query, 2),
+                                     c->Dim(value, 3)}));
       c->set_output(1, c->MakeShape({c->Dim(query, 0), c->Dim(query, 2), c->Dim(query, 1)}));
       return absl::OkStatus();
     });
@@ -105,8 +105,8 @@ REGISTER_OP("TfOps>DotProductAttentionBiasGrad")
       c->set_output(0, bias);
       return absl::OkStatus();
     });
-TF_OPS_BIND(
-    "TfOps>DotProductAttentionBiasGrad", DotProductAttentionBiasGrad,
-    Workspace(DotProductAttentionBiasGradCpuWorkspace, DotProductAttentionBiasGradGpuWorkspace));
+TF_OPS_BIND("TfOps>DotProductAttentionBiasGrad", DotProductAttentionBiasGrad,
+            Workspace(DotProductAttentionBiasGradCpuWorkspace,
+                      DotProductAttentionBiasGradGpuWorkspace));
 
 }  // namespace tf_ops

@@ -124,11 +124,11 @@ __global__ void __launch_bounds__(256)
   for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(group, sum, step);
   if (lane != 0) return;
   const int64_t at = (b * p.heads + h) * p.seq_q + i;
-  const bool empty =
-      lse[at] == -INFINITY || i >= SeqLength(p.query_seq_lengths, b, p.seq_q);
+  const bool empty = lse[at] == -INFINITY || i >= SeqLength(p.query_seq_lengths, b, p.seq_q);
   const AttentionPairs<T> pairs(p, b, h);
-  const bool one_key = !dlse && min(int64_t{pairs.k_len}, i + pairs.offset + 1) == 1;
-  const float delta = one_key ? __uint_as_float(kOneKeyDelta) : dlse ? sum - dlse[at] : sum;
+  const float of_lse = dlse ? dlse[at] : 0.0f;
+  const bool one_key = of_lse == 0.0f && min(int64_t{pairs.k_len}, i + pairs.offset + 1) == 1;
+  const float delta = one_key ? __uint_as_float(kOneKeyDelta) : sum - of_lse;
   rows[at] = empty ? AttentionRow{INFINITY, 0.0f}
                    : AttentionRow{lse[at] * AttentionPairs<T>::kUnit, delta};
 }
@@ -215,8 +215,8 @@ struct BiasGradTile {
 
 // dbias = the sum of the partial ones, in order.
 template <typename T>
-__global__ void __launch_bounds__(256) BiasGradSumKernel(const float* partial, int64_t size,
-                                                         int splits, T* dbias) {
+__global__ void __launch_bounds__(256)
+    BiasGradSumKernel(const float* partial, int64_t size, int splits, T* dbias) {
   const int64_t n = int64_t(blockIdx.x) * 256 + threadIdx.x;
   if (n >= size) return;
   float sum = 0.0f;
@@ -242,9 +242,9 @@ Status Launch(Gpu gpu, void (*kernel)(Params...), int64_t blocks, int threads, i
     return InvalidArgument("dot_product_attention: the problem has more than 2^31 tiles");
   }
   if (shared_bytes > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-        shared_bytes);
+    const cudaError_t error =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) {
       cudaGetLastError();
       return Internal(std::string("dot_product_attention: ") + cudaGetErrorString(error));

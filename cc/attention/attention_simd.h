@@ -101,22 +101,26 @@ struct Operand {
 template <typename T>
 void Pack(Operand<T>* operand) {
   const int columns = operand->columns, whole = columns / kLanes * kLanes;
-  Floats zero{};  // or NaN
+  UInts largest{};  // magnitude, as bits: those of Inf and NaN are the largest of all
   for (int r = 0; r < operand->rows; ++r) {
     const T* from = operand->source + r * operand->stride;
     float* to = operand->block + int64_t{r} * operand->ld;
     for (int c = 0; c < operand->ld; c += kLanes) {
+      // What the next block takes from here; rows of one head are far apart.
+      __builtin_prefetch(from + operand->rows * operand->stride + c);
       Floats x{};
       if (c < whole) {
         x = Load(from + c) * operand->factor;
       } else if (c < columns) {
         x = LoadPartial(from + c, columns - whole) * operand->factor;
       }
-      zero += x * 0.0f;
+      const UInts magnitude = (UInts)x & 0x7fffffff;
+      largest = magnitude > largest ? magnitude : largest;
       Store(to + c, x);
     }
   }
-  operand->finite = ReduceSum(zero) == 0.0f;
+  operand->finite = true;
+  for (int i = 0; i < kLanes; ++i) operand->finite &= largest[i] < 0x7f800000;
 }
 
 template <typename T>
@@ -242,7 +246,7 @@ inline Visible FindVisible(const AttentionProblem& p, const AttentionRow& row,
   const bool above = tile.key + tile.keys - 1 <= tile.query + diagonal;
   if (above && !p.mask) return kAll;
   const uint64_t every = ~uint64_t{0} >> (64 - tile.keys);
-  const int64_t(&strides)[4] = p.mask_strides;
+  const int64_t (&strides)[4] = p.mask_strides;
   const int64_t at = tile.batch * strides[0] + tile.head * strides[1] + tile.query * strides[2] +
                      tile.key * strides[3];
   uint64_t mask = every, any = 0, all = every;
@@ -278,13 +282,14 @@ void Scores(const AttentionProblem& p, const ScoreTile& tile, const float* qt, c
     }
   }
   if (p.bias) {
-    const int64_t(&strides)[4] = p.bias_strides;
+    const int64_t (&strides)[4] = p.bias_strides;
     const T* bias = static_cast<const T*>(p.bias) + tile.batch * strides[0] +
                     tile.head * strides[1] + tile.query * strides[2] + tile.key * strides[3];
     if (strides[2] == 0) {
       for (int j = 0; j < tile.keys; ++j) {
         const Floats x = Set(float(bias[j * strides[3]]));
-        for (int v = j * lanes; v < (j + 1) * lanes; v += kLanes) Store(scores + v, Load(scores + v) + x);
+        for (int v = j * lanes; v < (j + 1) * lanes; v += kLanes)
+          Store(scores + v, Load(scores + v) + x);
       }
     } else if (strides[3] == 0) {
       alignas(64) float column[kMaxQueries] = {};
@@ -316,6 +321,21 @@ void Scores(const AttentionProblem& p, const ScoreTile& tile, const float* qt, c
   }
 }
 
+// exp(x) for x <= 0, cheaper than Exp: 2^n times a polynomial in the rest of x log2(e). The
+// relative error grows with -x to a few ulp, as the weight shrinks beside the largest, 1.
+TF_OPS_INLINE Floats Weight(Floats x) {
+  const Floats shifted = x * 1.44269504f + 12582912.0f,
+               r = x * 1.44269504f - (shifted - 12582912.0f);
+  Floats p = r * 1.53707101e-4f + 1.33998531e-3f;
+  p = p * r + 9.61837326e-3f;
+  p = p * r + 5.55032902e-2f;
+  p = p * r + 2.40226485e-1f;
+  p = p * r + 6.93147206e-1f;
+  p = p * r + 1.0f;
+  const Floats scaled = (Floats)((UInts)p + ((UInts)shifted << 23));
+  return x < -87.3f ? Floats{} : scaled;
+}
+
 // Takes a tile of scores into the softmax of its queries, of which peak is the largest score
 // so far and total the sum of exp(score - peak). The scores become weights relative to the
 // new peak, and what was summed before must be scaled by `shrink`.
@@ -324,17 +344,23 @@ inline void UpdateSoftmax(const ScoreTile& tile, float* scores, float* peak, flo
   const int lanes = tile.lanes;
   for (int v = 0; v < lanes; v += kLanes) {
     const Floats before = Load(peak + v);
-    Floats top = before;
-    for (int j = 0; j < tile.keys; ++j) top = Max(Load(scores + j * lanes + v), top);
+    Floats top = before, other = before;
+    int j = 0;
+    for (; j + 1 < tile.keys; j += 2) {
+      top = Max(Load(scores + j * lanes + v), top);
+      other = Max(Load(scores + (j + 1) * lanes + v), other);
+    }
+    if (j < tile.keys) top = Max(Load(scores + j * lanes + v), top);
+    top = Max(other, top);
     // While nothing is visible: exp(-inf - 0) is 0 and exp(-inf + inf) would be NaN.
     const Floats base = top == -__builtin_inff() ? Floats{} : top;
     Floats sum{};
-    for (int j = 0; j < tile.keys; ++j) {
-      const Floats weight = Exp(Load(scores + j * lanes + v) - base);
+    for (j = 0; j < tile.keys; ++j) {
+      const Floats weight = Weight(Load(scores + j * lanes + v) - base);
       sum += weight;
       Store(scores + j * lanes + v, weight);
     }
-    const Floats scale = Exp(before - base);
+    const Floats scale = Weight(before - base);
     Store(peak + v, top);
     Store(total + v, Load(total + v) * scale + sum);
     Store(shrink + v, scale);
@@ -374,13 +400,21 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
   float* peak = scratch.Take(blocks.queries);
   float* total = scratch.Take(blocks.queries);
   float* shrink = scratch.Take(kMaxQueries);
-  Operand<T> k{nullptr, p.kv_heads * p.head_dim, 0, int(p.head_dim), 1.0f,
-               scratch.Take(blocks.keys * Padded(p.head_dim)), Padded(p.head_dim)};
-  Operand<T> v{nullptr, p.kv_heads * p.value_dim, 0, int(p.value_dim), 1.0f,
-               scratch.Take(blocks.keys * value_ld), value_ld};
+  Operand<T> k{nullptr,
+               p.kv_heads * p.head_dim,
+               0,
+               int(p.head_dim),
+               1.0f,
+               scratch.Take(blocks.keys * Padded(p.head_dim)),
+               Padded(p.head_dim)};
+  Operand<T> v{nullptr, p.kv_heads * p.value_dim,
+               0,       int(p.value_dim),
+               1.0f,    scratch.Take(blocks.keys * value_ld),
+               value_ld};
 
   const int64_t stride = p.heads * p.head_dim;
-  const T* q = static_cast<const T*>(p.query) + (batch * p.seq_q + query) * stride + head * p.head_dim;
+  const T* q =
+      static_cast<const T*>(p.query) + (batch * p.seq_q + query) * stride + head * p.head_dim;
   for (int g = 0; g < rows; g += kMaxQueries) {
     const int group_rows = int(AtMost(rows - g, kMaxQueries));
     PackTransposed(q + g * stride, stride, group_rows, int(p.head_dim), p.scale,
@@ -414,7 +448,8 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
       }
       Scores<T>(p, tile, qt + g * p.head_dim, k.block, k.ld, visible, seen, scores, nullptr);
       UpdateSoftmax(tile, scores, peak + g, total + g, shrink);
-      MatMulWeights<true>(kScaleAndAdd, group_rows, scores, tile.lanes, v, sum + g * value_ld, shrink);
+      MatMulWeights<true>(kScaleAndAdd, group_rows, scores, tile.lanes, v, sum + g * value_ld,
+                          shrink);
     }
   }
 
@@ -443,8 +478,8 @@ void Delta(const AttentionProblem& p, const AttentionGradients& g, int64_t begin
   alignas(64) float dy[kMaxHeadDim * kLanes], y[kMaxHeadDim * kLanes];
   for (int64_t i = begin; i < end; i += kLanes) {
     const int rows = int(AtMost(end - i, kLanes));
-    PackTransposed(static_cast<const T*>(g.doutput) + i * columns, columns, rows, columns, 1.0f,
-                   dy, kLanes);
+    PackTransposed(static_cast<const T*>(g.doutput) + i * columns, columns, rows, columns, 1.0f, dy,
+                   kLanes);
     PackTransposed(static_cast<const T*>(g.output) + i * columns, columns, rows, columns, 1.0f, y,
                    kLanes);
     Floats sum{};
@@ -464,23 +499,20 @@ struct QueryBlock {
   float *qt, *doutput_t, *lse, *delta;
 };
 
-// Reads the tile's queries; whole: also q and doutput, not only their transposes.
 template <typename T>
 void PackQueries(const AttentionProblem& p, const AttentionGradients& g, const ScoreTile& tile,
-                 bool whole, QueryBlock<T>* block) {
+                 QueryBlock<T>* block) {
   const int64_t at = (tile.batch * p.seq_q + tile.query) * p.heads + tile.head;
   Operand<T>&q = block->q, &dy = block->doutput;
   q.source = static_cast<const T*>(p.query) + at * p.head_dim;
   dy.source = static_cast<const T*>(g.doutput) + at * p.value_dim;
   q.rows = dy.rows = tile.rows;
-  if (whole) {
-    Pack(&q);
-    Pack(&dy);
-    DropNonFinite(&q);
-    DropNonFinite(&dy);
-  }
-  PackTransposed(q.source, q.stride, q.rows, q.columns, q.factor, block->qt, tile.lanes);
-  PackTransposed(dy.source, dy.stride, dy.rows, dy.columns, 1.0f, block->doutput_t, tile.lanes);
+  Pack(&q);
+  Pack(&dy);
+  PackTransposed(q.block, q.ld, q.rows, q.columns, 1.0f, block->qt, tile.lanes);
+  PackTransposed(dy.block, dy.ld, dy.rows, dy.columns, 1.0f, block->doutput_t, tile.lanes);
+  DropNonFinite(&q);
+  DropNonFinite(&dy);
   const int64_t row = (tile.batch * p.heads + tile.head) * p.seq_q + tile.query;
   const float inf = __builtin_inff();
   for (int r = 0; r < tile.lanes; ++r) {
@@ -507,7 +539,7 @@ void ScoreGradients(const AttentionProblem& p, const ScoreTile& tile, const Quer
     for (int i = r; i < tile.keys * lanes; i += lanes) {
       const Floats score = Load(weights + i);
       const auto visible = score != -__builtin_inff();  // elsewhere the rest may be NaN
-      const Floats weight = Exp(score - lse);
+      const Floats weight = Weight(score - lse);
       Floats ds = weight * (Load(dscores + i) - delta);
       if (slope) ds *= Load(slope + i);
       Store(weights + i, visible ? weight : Floats{});
@@ -538,8 +570,9 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
   const auto operand = [&](int64_t heads, int columns, float factor, int rows) {
-    return Operand<T>{nullptr, heads * columns, 0, columns, factor,
-                      scratch.Take(rows * Padded(columns)), Padded(columns)};
+    return Operand<T>{nullptr,        heads * columns, 0,
+                      columns,        factor,          scratch.Take(rows * Padded(columns)),
+                      Padded(columns)};
   };
   Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
   Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);
@@ -580,12 +613,13 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
         uint32_t seen[2][kMaxQueries];
         const Visible visible = FindVisible(p, row, tile, seen);
         if (visible == kNone) continue;
-        PackQueries(p, g, tile, true, &block);
+        PackQueries(p, g, tile, &block);
         ScoreGradients(p, tile, block, k, v, visible, seen, weights, dscores, slope);
         MatMulWeights<false>(kAdd, keys, weights, tile.lanes, block.doutput, dv);
         MatMulWeights<false>(kAdd, keys, dscores, tile.lanes, block.q, dk);
         DropNonFinite(&k);
-        MatMulWeights<true>(kAdd, rows, dscores, tile.lanes, k, dquery + h * head_size + query * ld);
+        MatMulWeights<true>(kAdd, rows, dscores, tile.lanes, k,
+                            dquery + h * head_size + query * ld);
         if (!k.finite) Pack(&k);
       }
     }
@@ -607,7 +641,8 @@ void SumQueryParts(const AttentionProblem& p, const AttentionGradients& g, int64
     for (int c = 0; c < ld; c += kLanes) {
       Floats x{};
       for (int64_t part = 0; part < g.parts; ++part) {
-        x += Load(g.dquery + (((part * p.batch + batch) * p.heads + head) * p.seq_q + query) * ld + c);
+        x += Load(g.dquery + (((part * p.batch + batch) * p.heads + head) * p.seq_q + query) * ld +
+                  c);
       }
       Store(sum + c, x);
     }
@@ -658,13 +693,14 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
   const auto operand = [&](int64_t heads, int columns, float factor, int rows) {
-    return Operand<T>{nullptr, heads * columns, 0, columns, factor,
-                      scratch.Take(rows * Padded(columns)), Padded(columns)};
+    return Operand<T>{nullptr,        heads * columns, 0,
+                      columns,        factor,          scratch.Take(rows * Padded(columns)),
+                      Padded(columns)};
   };
   Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
   Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);
-  QueryBlock<T> block{operand(p.heads, head_dim, p.scale, 0),
-                      operand(p.heads, value_dim, 1.0f, 0),
+  QueryBlock<T> block{operand(p.heads, head_dim, p.scale, blocks.queries),
+                      operand(p.heads, value_dim, 1.0f, blocks.queries),
                       scratch.Take(blocks.queries * head_dim),
                       scratch.Take(blocks.queries * value_dim),
                       scratch.Take(blocks.queries),
@@ -701,7 +737,7 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
     k.rows = v.rows = keys;
     Pack(&k);
     Pack(&v);
-    PackQueries(p, g, tile, false, &block);
+    PackQueries(p, g, tile, &block);
     ScoreGradients(p, tile, block, k, v, visible, seen, weights, dscores, nullptr);
     for (int j = 0; j < keys; ++j) {
       for (int i = 0; i < rows; i += kLanes) {

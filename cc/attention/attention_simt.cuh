@@ -113,8 +113,7 @@ __device__ void SimtAccumulate(float (&acc)[kR][kDim / 64][4], const float* w, c
       for (int r = 0; r < kR; ++r) sees[r] = !poisoned || visible(ty * kR + r, k0 + k);
 #pragma unroll
       for (int c = 0; c < kDim / 64; ++c) {
-        const float4 v =
-            *reinterpret_cast<const float4*>(b + SimtAt<kDim>(k0 + k, tx + c * 16));
+        const float4 v = *reinterpret_cast<const float4*>(b + SimtAt<kDim>(k0 + k, tx + c * 16));
 #pragma unroll
         for (int r = 0; r < kR; ++r) {
           if (!sees[r]) continue;
@@ -137,8 +136,8 @@ __device__ bool SimtHasNonFinite(const float* tile) {
 
 // scale[r] acc[r], or 0 where scale[r] is 0, to rows below `rows`.
 template <int kDim, int kR>
-__device__ void SimtStore(const float (&acc)[kR][kDim / 64][4], const float (&scale)[kR],
-                          float* to, int64_t stride, int dim, int rows) {
+__device__ void SimtStore(const float (&acc)[kR][kDim / 64][4], const float (&scale)[kR], float* to,
+                          int64_t stride, int dim, int rows) {
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const bool aligned = (reinterpret_cast<uintptr_t>(to) | dim * 4) % 16 == 0;
 #pragma unroll
@@ -183,8 +182,7 @@ struct SimtTensors {
 template <int kDim>
 __global__ void __launch_bounds__(kSimtThreads)
     Float32AttentionKernel(const __grid_constant__ AttentionProblem p,
-                           const __grid_constant__ SimtTensors tensors, float* output,
-                           float* lse) {
+                           const __grid_constant__ SimtTensors tensors, float* output, float* lse) {
   constexpr int kTile = SimtTile<kDim>::kForward, kR = kTile / 16;
   extern __shared__ __align__(1024) char shared[];
   float* const queries = reinterpret_cast<float*>(shared);
@@ -250,8 +248,8 @@ __global__ void __launch_bounds__(kSimtThreads)
       }
     }
     __syncthreads();
-    const bool poisoned =
-        pairs.HidesValid(i0, j0, kTile) && __syncthreads_or(SimtHasNonFinite<kTile, kDim>(streamed));
+    const bool poisoned = pairs.HidesValid(i0, j0, kTile) &&
+                          __syncthreads_or(SimtHasNonFinite<kTile, kDim>(streamed));
     SimtAccumulate<kDim, kTile, false>(o, weights, streamed, poisoned, [&](int row, int k) {
       return pairs.Visible(i0 + row, j0 + k);
     });
@@ -344,8 +342,8 @@ __global__ void __launch_bounds__(kSimtThreads)
       tensors.doutput.Load<kTile, kDim>(upstream, b, h, i0, pairs.q_len);
       __syncthreads();
       float s[kR][kR], ds[kR][kR];
-      SimtPairGrads<kDim>(s, ds, pairs, rows + (b * p.heads + h) * p.seq_q, queries, keys,
-                          upstream, values, i0, j0, true);
+      SimtPairGrads<kDim>(s, ds, pairs, rows + (b * p.heads + h) * p.seq_q, queries, keys, upstream,
+                          values, i0, j0, true);
       SimtStoreWeights<kTile>(weights, s);
       SimtStoreWeights<kTile>(dweights, ds);
       __syncthreads();
@@ -366,8 +364,8 @@ __global__ void __launch_bounds__(kSimtThreads)
     dv_scale[r] = valid ? 1.0f : 0.0f;
   }
   const int64_t row = (b * p.seq_k + j0) * p.kv_heads + kv_h;
-  SimtStore<kDim>(dk, dk_scale, dkey + row * p.head_dim, p.kv_heads * p.head_dim,
-                  int(p.head_dim), int(p.seq_k) - j0);
+  SimtStore<kDim>(dk, dk_scale, dkey + row * p.head_dim, p.kv_heads * p.head_dim, int(p.head_dim),
+                  int(p.seq_k) - j0);
   SimtStore<kDim>(dv, dv_scale, dvalue + row * p.value_dim, p.kv_heads * p.value_dim,
                   int(p.value_dim), int(p.seq_k) - j0);
 }
@@ -452,8 +450,8 @@ __global__ void __launch_bounds__(kSimtThreads)
     tensors.value.Load<kTile, kDim>(values, b, kv_h, j0, pairs.k_len);
     __syncthreads();
     float s[kR][kR], ds[kR][kR];
-    SimtPairGrads<kDim>(s, ds, pairs, g.rows + (b * p.heads + h) * p.seq_q, queries, keys,
-                        upstream, values, i0, j0, false);
+    SimtPairGrads<kDim>(s, ds, pairs, g.rows + (b * p.heads + h) * p.seq_q, queries, keys, upstream,
+                        values, i0, j0, false);
 #pragma unroll
     for (int r = 0; r < kR; ++r) {
 #pragma unroll
@@ -505,8 +503,8 @@ Status Float32Attention<kDim>::Grad(Gpu gpu, const AttentionProblem& p,
              static_cast<float*>(g.dvalue));
   if (!s.ok()) return s;
   return Launch(gpu, Float32QueryGradKernel<kDim>,
-                (p.seq_q + kTile - 1) / kTile * p.batch * p.heads, kSimtThreads, kBytes, p,
-                tensors, g.rows, static_cast<float*>(g.dquery));
+                (p.seq_q + kTile - 1) / kTile * p.batch * p.heads, kSimtThreads, kBytes, p, tensors,
+                g.rows, static_cast<float*>(g.dquery));
 }
 
 template <int kDim>
@@ -514,9 +512,8 @@ Status Float32Attention<kDim>::BiasGrad(Gpu gpu, const AttentionProblem& p,
                                         const AttentionGradients& g) {
   constexpr int kTile = SimtTile<kDim>::kGrad, kBytes = SimtTile<kDim>::kGradBytes;
   if (Status s = LaunchRows<float>(gpu, p, g); !s.ok()) return s;
-  const Status s =
-      Launch(gpu, Float32BiasGradKernel<kDim>, BiasGradBlocks(p, g, kTile, kTile), kSimtThreads,
-             kBytes, p, DescribeSimt(p, g.doutput), g);
+  const Status s = Launch(gpu, Float32BiasGradKernel<kDim>, BiasGradBlocks(p, g, kTile, kTile),
+                          kSimtThreads, kBytes, p, DescribeSimt(p, g.doutput), g);
   return s.ok() ? LaunchBiasGradSum<float>(gpu, g) : s;
 }
 

@@ -61,10 +61,10 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
   const int warp_row = threadIdx.x / 32 * kM * 16, lane = threadIdx.x % 32;
   const int head_dim = int(p.head_dim), value_dim = int(p.value_dim);
   const int64_t key_stride = p.kv_heads * p.head_dim, value_stride = p.kv_heads * p.value_dim;
-  const T* const key = RowOf(static_cast<const T*>(p.key), b, p.seq_k, 0, p.kv_heads, kv_h,
-                             p.head_dim);
-  const T* const value = RowOf(static_cast<const T*>(p.value), b, p.seq_k, 0, p.kv_heads, kv_h,
-                               p.value_dim);
+  const T* const key =
+      RowOf(static_cast<const T*>(p.key), b, p.seq_k, 0, p.kv_heads, kv_h, p.head_dim);
+  const T* const value =
+      RowOf(static_cast<const T*>(p.value), b, p.seq_k, 0, p.kv_heads, kv_h, p.value_dim);
   const AttentionPairs<T, kPlain> pairs(p, b, h);
   // Scores in base 2 are `factor` times a product, or of Score().
   const float factor = kPlain ? p.scale * kLog2e : 1.0f;
@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
   };
   if (key_end > 0) {
     LoadTile<kRows, kDim, kThreads>(
-        queries,
-        RowOf(static_cast<const T*>(p.query), b, p.seq_q, q0, p.heads, h, p.head_dim),
+        queries, RowOf(static_cast<const T*>(p.query), b, p.seq_q, q0, p.heads, h, p.head_dim),
         p.heads * p.head_dim, head_dim, pairs.q_len - q0, key_aligned);
     load_keys(0);
   }
@@ -154,9 +153,9 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
     }
     if (poisoned) {
       const int i0 = Opaque(q0 + warp_row);
-      AddNonFinite<T, kDim>(
-          o, weights, value + k0 * value_stride, value_stride, value_dim, pairs.k_len - k0,
-          [&](int row, int k) { return pairs.Visible(i0 + row, k0 + k); });
+      AddNonFinite<T, kDim>(o, weights, value + k0 * value_stride, value_stride, value_dim,
+                            pairs.k_len - k0,
+                            [&](int row, int k) { return pairs.Visible(i0 + row, k0 + k); });
     }
     MultiplyColumns<T, kDim>(o, weights, values, 0);
   }
@@ -186,8 +185,7 @@ Status TensorCoreAttention<T, kDim>::Forward(Gpu gpu, const AttentionProblem& p,
                                              float* lse) {
   using Tile = ForwardTile<kDim>;
   const int64_t tiles = (p.seq_q + Tile::kRows - 1) / Tile::kRows;
-  const auto kernel =
-      IsPlain(p) ? AttentionKernel<T, kDim, true> : AttentionKernel<T, kDim, false>;
+  const auto kernel = IsPlain(p) ? AttentionKernel<T, kDim, true> : AttentionKernel<T, kDim, false>;
   return Launch(gpu, kernel, tiles * p.batch * p.heads, Tile::kThreads,
                 (Tile::kRows + 2 * Tile::kKeys) * kDim * int(sizeof(T)), p,
                 RowsAligned<T>(p.query, p.head_dim) && RowsAligned<T>(p.key, p.head_dim),

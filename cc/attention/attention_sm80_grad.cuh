@@ -107,9 +107,9 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
     LoadTile<kQueries, kDim, kThreads>(
         to, RowOf(static_cast<const T*>(p.query), b, p.seq_q, i0, p.heads, h, p.head_dim),
         p.heads * p.head_dim, head_dim, q_len - i0, key_aligned);
-    LoadTile<kQueries, kDim, kThreads>(
-        to + kQueries * kDim, RowOf(doutput, b, p.seq_q, i0, p.heads, h, p.value_dim),
-        p.heads * p.value_dim, value_dim, q_len - i0, value_aligned);
+    LoadTile<kQueries, kDim, kThreads>(to + kQueries * kDim,
+                                       RowOf(doutput, b, p.seq_q, i0, p.heads, h, p.value_dim),
+                                       p.heads * p.value_dim, value_dim, q_len - i0, value_aligned);
     const AttentionRow* const from = rows + (b * p.heads + h) * p.seq_q + i0;
     if (threadIdx.x < kQueries) {
       const bool valid = int(threadIdx.x) < q_len - i0;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
         const int i = i0 + step + lane % 4 * 2, j = j0 + warp_row + lane / 4;
         ForEachElement<kM, kN>([&](int m, int c, int e) {
           pair_grad(s[m][c][e], ds[m][c][e], row_of(c, e), Opaque(i) + c * 8 + e % 2,
-                            j + m * 16 + e / 2 * 8, false);
+                    j + m * 16 + e / 2 * 8, false);
         });
       }
 
@@ -168,7 +168,8 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
         __syncthreads();  // The tile was read for the scores.
         bool found = false;
         if constexpr (kDKey) found |= ClearNonFinite<kStep, kDim, kThreads>(tile_q + step * kDim);
-        if constexpr (kDValue) found |= ClearNonFinite<kStep, kDim, kThreads>(tile_do + step * kDim);
+        if constexpr (kDValue)
+          found |= ClearNonFinite<kStep, kDim, kThreads>(tile_do + step * kDim);
         poisoned = __syncthreads_or(found);
       }
       const auto visible = [&](int row, int k) {
@@ -178,9 +179,9 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
         uint32_t weights[kM][kN / 2][4];
         PackFragments<T>(weights, s);
         if (poisoned) {
-          AddNonFinite<T, kDim>(
-              dv, weights, RowOf(doutput, b, p.seq_q, i0 + step, p.heads, h, p.value_dim),
-              p.heads * p.value_dim, value_dim, q_len - i0 - step, visible);
+          AddNonFinite<T, kDim>(dv, weights,
+                                RowOf(doutput, b, p.seq_q, i0 + step, p.heads, h, p.value_dim),
+                                p.heads * p.value_dim, value_dim, q_len - i0 - step, visible);
         }
         MultiplyColumns<T, kDim>(dv, weights, tile_do, step);
       }
@@ -188,10 +189,10 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
         uint32_t weights[kM][kN / 2][4];
         PackFragments<T>(weights, ds);
         if (poisoned) {
-          AddNonFinite<T, kDim>(dk, weights,
-                                RowOf(static_cast<const T*>(p.query), b, p.seq_q, i0 + step,
-                                      p.heads, h, p.head_dim),
-                                p.heads * p.head_dim, head_dim, q_len - i0 - step, visible);
+          AddNonFinite<T, kDim>(
+              dk, weights,
+              RowOf(static_cast<const T*>(p.query), b, p.seq_q, i0 + step, p.heads, h, p.head_dim),
+              p.heads * p.head_dim, head_dim, q_len - i0 - step, visible);
         }
         MultiplyColumns<T, kDim>(dk, weights, tile_q, step);
       }
@@ -246,10 +247,10 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
   const int warp_row = threadIdx.x / 32 * kM * 16, lane = threadIdx.x % 32;
   const int head_dim = int(p.head_dim), value_dim = int(p.value_dim);
   const int64_t key_stride = p.kv_heads * p.head_dim, value_stride = p.kv_heads * p.value_dim;
-  const T* const key = RowOf(static_cast<const T*>(p.key), b, p.seq_k, 0, p.kv_heads, kv_h,
-                             p.head_dim);
-  const T* const value = RowOf(static_cast<const T*>(p.value), b, p.seq_k, 0, p.kv_heads, kv_h,
-                               p.value_dim);
+  const T* const key =
+      RowOf(static_cast<const T*>(p.key), b, p.seq_k, 0, p.kv_heads, kv_h, p.head_dim);
+  const T* const value =
+      RowOf(static_cast<const T*>(p.value), b, p.seq_k, 0, p.kv_heads, kv_h, p.value_dim);
   const AttentionPairs<T, kPlain> pairs(p, b, h);
   const PairGrad<T, kPlain> pair_grad(pairs);
 
@@ -260,8 +261,8 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = i0 + warp_row + m * 16 + r * 8 + lane / 4;
-      lane_rows[m][r] = i < p.seq_q ? rows[(b * p.heads + h) * p.seq_q + i]
-                                    : AttentionRow{INFINITY, 0.0f};
+      lane_rows[m][r] =
+          i < p.seq_q ? rows[(b * p.heads + h) * p.seq_q + i] : AttentionRow{INFINITY, 0.0f};
     }
   }
 
@@ -279,8 +280,8 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
         queries, RowOf(static_cast<const T*>(p.query), b, p.seq_q, i0, p.heads, h, p.head_dim),
         p.heads * p.head_dim, head_dim, pairs.q_len - i0, key_aligned);
     LoadTile<kRows, kDim, kThreads>(
-        upstream, RowOf(doutput, b, p.seq_q, i0, p.heads, h, p.value_dim),
-        p.heads * p.value_dim, value_dim, pairs.q_len - i0, value_aligned);
+        upstream, RowOf(doutput, b, p.seq_q, i0, p.heads, h, p.value_dim), p.heads * p.value_dim,
+        value_dim, pairs.q_len - i0, value_aligned);
     load(0);
   }
   for (int n = 0; n < count; ++n) {
@@ -299,9 +300,8 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
     } else {
       const int i = i0 + warp_row + lane / 4, j = j0 + lane % 4 * 2;
       ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
-        pair_grad(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2],
-                          Opaque(i) + m * 16 + e / 2 * 8,
-                          j + c * 8 + e % 2, false);
+        pair_grad(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2], Opaque(i) + m * 16 + e / 2 * 8,
+                  j + c * 8 + e % 2, false);
       });
     }
     uint32_t weights[kM][kKeys / 16][4];
@@ -315,9 +315,9 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
     }
     if (poisoned) {
       const int i = Opaque(i0 + warp_row);
-      AddNonFinite<T, kDim>(
-          dq, weights, key + j0 * key_stride, key_stride, head_dim, pairs.k_len - j0,
-          [&](int row, int k) { return pairs.Visible(i + row, j0 + k); });
+      AddNonFinite<T, kDim>(dq, weights, key + j0 * key_stride, key_stride, head_dim,
+                            pairs.k_len - j0,
+                            [&](int row, int k) { return pairs.Visible(i + row, j0 + k); });
     }
     MultiplyColumns<T, kDim>(dq, weights, tile_k, 0);
     if (stages == 1 && n + 1 < count) {
@@ -375,8 +375,7 @@ __global__ void __launch_bounds__(BiasGradShape<kDim>::kThreads)
         keys, RowOf(static_cast<const T*>(p.key), b, p.seq_k, j0, p.kv_heads, kv_h, p.head_dim),
         p.kv_heads * p.head_dim, head_dim, pairs.k_len - j0, key_aligned);
     LoadTile<kRows, kDim, kThreads>(
-        upstream,
-        RowOf(static_cast<const T*>(g.doutput), b, p.seq_q, i0, p.heads, h, p.value_dim),
+        upstream, RowOf(static_cast<const T*>(g.doutput), b, p.seq_q, i0, p.heads, h, p.value_dim),
         p.heads * p.value_dim, value_dim, pairs.q_len - i0, value_aligned);
     LoadTile<kKeys, kDim, kThreads>(
         values,
@@ -388,8 +387,8 @@ __global__ void __launch_bounds__(BiasGradShape<kDim>::kThreads)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = i0 + warp_row + m * 16 + r * 8 + lane / 4;
-        lane_rows[m][r] = i < p.seq_q ? g.rows[(b * p.heads + h) * p.seq_q + i]
-                                      : AttentionRow{INFINITY, 0.0f};
+        lane_rows[m][r] =
+            i < p.seq_q ? g.rows[(b * p.heads + h) * p.seq_q + i] : AttentionRow{INFINITY, 0.0f};
       }
     }
     WaitForCopies();
@@ -400,9 +399,8 @@ __global__ void __launch_bounds__(BiasGradShape<kDim>::kThreads)
     const PairGrad<T, false> pair_grad(pairs);
     const int i = i0 + warp_row + lane / 4, j = j0 + lane % 4 * 2;
     ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
-      pair_grad(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2],
-                          Opaque(i) + m * 16 + e / 2 * 8,
-                        j + c * 8 + e % 2, true);
+      pair_grad(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2], Opaque(i) + m * 16 + e / 2 * 8,
+                j + c * 8 + e % 2, true);
       sum[m][c][e] += ds[m][c][e];
     });
   }
@@ -429,13 +427,12 @@ Status LaunchGrad(Gpu gpu, const AttentionProblem& p, const AttentionGradients& 
   const T* const doutput = static_cast<const T*>(g.doutput);
 
   using KeyTile = KeyGradTile<kDim>;
-  const int64_t key_blocks =
-      (p.seq_k + KeyTile::kKeys - 1) / KeyTile::kKeys * p.batch * p.kv_heads;
+  const int64_t key_blocks = (p.seq_k + KeyTile::kKeys - 1) / KeyTile::kKeys * p.batch * p.kv_heads;
   const auto launch_key_grad = [&](auto kernel, bool dkey) {
     const int stages = KeyTile::SharedBytes(dkey, 2) <= limit ? 2 : 1;
-    return Launch(gpu, kernel, key_blocks, KeyTile::kThreads, KeyTile::SharedBytes(dkey, stages),
-                  p, doutput, g.rows, stages, key_aligned, value_aligned,
-                  static_cast<T*>(g.dkey), static_cast<T*>(g.dvalue));
+    return Launch(gpu, kernel, key_blocks, KeyTile::kThreads, KeyTile::SharedBytes(dkey, stages), p,
+                  doutput, g.rows, stages, key_aligned, value_aligned, static_cast<T*>(g.dkey),
+                  static_cast<T*>(g.dvalue));
   };
   Status s;
   if constexpr (kDim == 256) {
@@ -465,11 +462,11 @@ Status TensorCoreAttention<T, kDim>::BiasGrad(Gpu gpu, const AttentionProblem& p
                                               const AttentionGradients& g) {
   using Tile = BiasGradShape<kDim>;
   if (Status s = LaunchRows<T>(gpu, p, g); !s.ok()) return s;
-  const Status s = Launch(
-      gpu, BiasGradKernel<T, kDim>, BiasGradBlocks(p, g, Tile::kRows, Tile::kKeys),
-      Tile::kThreads, Tile::kSharedBytes, p, g,
-      RowsAligned<T>(p.query, p.head_dim) && RowsAligned<T>(p.key, p.head_dim),
-      RowsAligned<T>(p.value, p.value_dim) && RowsAligned<T>(g.doutput, p.value_dim));
+  const Status s =
+      Launch(gpu, BiasGradKernel<T, kDim>, BiasGradBlocks(p, g, Tile::kRows, Tile::kKeys),
+             Tile::kThreads, Tile::kSharedBytes, p, g,
+             RowsAligned<T>(p.query, p.head_dim) && RowsAligned<T>(p.key, p.head_dim),
+             RowsAligned<T>(p.value, p.value_dim) && RowsAligned<T>(g.doutput, p.value_dim));
   return s.ok() ? LaunchBiasGradSum<T>(gpu, g) : s;
 }
 

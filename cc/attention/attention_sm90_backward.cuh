@@ -631,9 +631,9 @@ __global__ void __launch_bounds__(256)
     }
     sum = WarpReduce(sum, Sum{});
     const int64_t of_row = (batch * p.heads + head) * p.seq_q + row;
-    if (dlse) {
-      sum -= dlse[of_row];
-    } else if (Sm90Visibility(p, int(batch)).Limit(int(row)) == 1) {
+    const float of_lse = dlse ? dlse[of_row] : 0.0f;
+    sum -= of_lse;
+    if (of_lse == 0.0f && Sm90Visibility(p, int(batch)).Limit(int(row)) == 1) {
       sum = __uint_as_float(kOneKeyDelta);
     }
     if (lse[of_row] != -INFINITY) shift = lse[of_row] * kLog2E;

@@ -91,8 +91,7 @@ __device__ void LoadTile(T* tile, const T* from, int64_t stride, int dim, int ro
 
 // c[i][j] += a b^T: a is kM x 16 rows of a tile from `a_row` on, b kN x 8 rows from `b_row` on.
 template <typename T, int kDim, int kM, int kN>
-__device__ void MultiplyRows(float (&c)[kM][kN][4], const T* a, int a_row, const T* b,
-                             int b_row) {
+__device__ void MultiplyRows(float (&c)[kM][kN][4], const T* a, int a_row, const T* b, int b_row) {
   const int lane = threadIdx.x % 32;
   const uint32_t a_base = SharedAddress(a + Swizzled<kDim>(a_row + lane % 16, lane / 16));
   const uint32_t b_base =

@@ -31,9 +31,9 @@ struct Vector {
   __device__ void Store(Vector* p) const { __stcs(&p->words, words); }
 
   __device__ static Vector MinusInf() {
-    const uint32_t w = sizeof(T) == 4                ? 0xff800000u
+    const uint32_t w = sizeof(T) == 4            ? 0xff800000u
                        : std::is_same_v<T, half> ? 0xfc00fc00u
-                                                     : 0xff80ff80u;
+                                                 : 0xff80ff80u;
     return {{w, w, w, w}};
   }
   __device__ void Unpack(float* x) const {
@@ -131,9 +131,9 @@ template <int kLanes>
 __device__ SoftmaxSums AddLanes(SoftmaxSums s) {
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-    s = Add(s, {__shfl_xor_sync(0xffffffff, s.max, offset),
-                __shfl_xor_sync(0xffffffff, s.sum, offset),
-                __shfl_xor_sync(0xffffffff, s.sum_x, offset)});
+    s = Add(s,
+            {__shfl_xor_sync(0xffffffff, s.max, offset), __shfl_xor_sync(0xffffffff, s.sum, offset),
+             __shfl_xor_sync(0xffffffff, s.sum_x, offset)});
   }
   return s;
 }
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kGroup > kThreads ? kGroup : kThreads)
 
   if (Ignored(p, label)) {
 #pragma unroll 1
-  for (int64_t i = lane; i < split.ends; i += kGroup) drow[split.End(i)] = T(0.0f);
+    for (int64_t i = lane; i < split.ends; i += kGroup) drow[split.End(i)] = T(0.0f);
 #pragma unroll 1
     for (int64_t i = lane; i < split.vectors; i += kGroup) Vec{}.Store(dvectors + i);
     return;

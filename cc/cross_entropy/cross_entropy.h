@@ -7,8 +7,8 @@
 //   dx_j = dloss (p_j (1 + 2 z lse) - (1 - e) [j = label] - e / classes)
 //
 // e is label_smoothing, z is z_loss. A token whose label is ignore_class has loss 0 and dlogits
-// 0, whatever its logits are, which are not read. Another label outside [0, classes) is an error
-// on the CPU, and NaN for that token, loss and dlogits, on the GPU.
+// 0, whatever its logits are. Another label outside [0, classes) is an error on the CPU, and NaN
+// for that token, loss and dlogits, on the GPU.
 //
 // logits, dlogits: [..., classes] of float32, float16 or bfloat16; labels: [...], int32 or
 // int64; loss, dloss, max, log_sum: [...], float32. The forward keeps lse as max + log_sum,

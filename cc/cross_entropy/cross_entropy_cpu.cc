@@ -19,6 +19,9 @@ struct TokenGradient {
   float max, scale, shift, target;
 };
 
+// Up to so many classes a vector holds a class of several tokens, beyond several classes of one.
+constexpr int kFewClasses = 64;  // where both ways take the same time
+
 }  // namespace tf_ops
 
 #define TF_OPS_SIMD_FILE "cc/cross_entropy/cross_entropy_simd.h"
@@ -30,6 +33,7 @@ namespace {
 // So few tokens do not keep the threads busy: their classes are shared out as well.
 constexpr int kFewTokens = 32, kMaxParts = 32;
 constexpr int64_t kMinClassesPerPart = 16384;
+constexpr int kTokensAtOnce = 64;  // where there are few classes
 
 // A function of the shape alone: the results do not depend on the number of threads.
 int64_t Parts(const CrossEntropyProblem& p) {
@@ -117,6 +121,18 @@ Status SparseSoftmaxCrossEntropy(Cpu cpu, TensorView labels, TensorView logits,
       if (p.label_smoothing > 0.0f) y += p.label_smoothing * float(m - sums.sum_x / p.classes);
       if (p.z_loss > 0.0f) y += p.z_loss * ((m + l) * (m + l));
     };
+    if (p.classes <= kFewClasses) {
+      const auto sum_few_classes = TF_OPS_SIMD(SumFewClasses<T>);
+      cpu.ParallelFor(p.tokens, Cost(p, p.classes), [&](int64_t begin, int64_t end) {
+        SoftmaxSums sums[kTokensAtOnce];
+        for (int64_t i = begin; i < end; i += kTokensAtOnce) {
+          const int64_t n = std::min<int64_t>(kTokensAtOnce, end - i);
+          sum_few_classes(logits.as<const T>() + i * p.classes, n, p.classes, p.soft_cap, sums);
+          for (int64_t j = 0; j < n; ++j) finish(i + j, sums[j]);
+        }
+      });
+      return Ok();
+    }
     if (parts == 1) {
       cpu.ParallelFor(p.tokens, Cost(p, p.classes), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) finish(i, sums_of(i, 0));
@@ -154,6 +170,36 @@ Status SparseSoftmaxCrossEntropyGrad(Cpu cpu, TensorView dloss, TensorView label
   if (Status s = CheckLabels(p); !s.ok()) return s;
   return DispatchType<float, half, bf16>("sparse_softmax_cross_entropy", logits.dtype, [&](auto t) {
     using T = decltype(t);
+    const T* x = logits.as<const T>();
+    T* dx = dlogits.as<T>();
+    const auto gradient_of = [&](int64_t token) -> TokenGradient {
+      const float g = dloss.as<const float>()[token], m = max.as<const float>()[token],
+                  l = log_sum.as<const float>()[token];
+      const float factor = p.z_loss > 0.0f ? g * (1.0f + 2.0f * p.z_loss * (m + l)) : g;
+      return {m, factor * std::exp(-l), g * p.label_smoothing / float(p.classes),
+              g * (1.0f - p.label_smoothing)};
+    };
+    if (p.classes <= kFewClasses) {
+      const auto grad_few_classes = TF_OPS_SIMD(GradFewClasses<T>);
+      cpu.ParallelFor(p.tokens, Cost(p, p.classes), [&](int64_t begin, int64_t end) {
+        TokenGradient gradients[kTokensAtOnce];
+        int64_t labels[kTokensAtOnce];
+        for (int64_t i = begin; i < end; i += kTokensAtOnce) {
+          const int64_t n = std::min<int64_t>(kTokensAtOnce, end - i);
+          for (int64_t j = 0; j < n; ++j) {
+            gradients[j] = gradient_of(i + j);
+            const int64_t label = Label(p, i + j);
+            labels[j] = Ignored(p, label) ? 0 : label;
+          }
+          grad_few_classes(x + i * p.classes, n, p.classes, labels, p.soft_cap, gradients,
+                           dx + i * p.classes);
+          for (int64_t j = i; j < i + n; ++j) {
+            if (Ignored(p, Label(p, j))) std::fill_n(dx + j * p.classes, p.classes, T(0.0f));
+          }
+        }
+      });
+      return Ok();
+    }
     const auto grad_classes = TF_OPS_SIMD(GradClasses<T>);
     const int64_t parts = Parts(p);
     cpu.ParallelFor(p.tokens * parts, Cost(p, p.classes / parts), [&](int64_t from, int64_t to) {
@@ -162,16 +208,11 @@ Status SparseSoftmaxCrossEntropyGrad(Cpu cpu, TensorView dloss, TensorView label
         const int64_t begin = p.classes * part / parts, end = p.classes * (part + 1) / parts;
         const int64_t offset = token * p.classes + begin;
         if (Ignored(p, label)) {
-          std::fill_n(dlogits.as<T>() + offset, end - begin, T(0.0f));
-          continue;
+          std::fill_n(dx + offset, end - begin, T(0.0f));
+        } else {
+          grad_classes(x + offset, end - begin, label - begin, p.soft_cap, gradient_of(token),
+                       dx + offset);
         }
-        const float g = dloss.as<const float>()[token], m = max.as<const float>()[token],
-                    l = log_sum.as<const float>()[token];
-        const float factor = p.z_loss > 0.0f ? g * (1.0f + 2.0f * p.z_loss * (m + l)) : g;
-        grad_classes(logits.as<const T>() + offset, end - begin, label - begin, p.soft_cap,
-                     {m, factor * std::exp(-l), g * p.label_smoothing / float(p.classes),
-                      g * (1.0f - p.label_smoothing)},
-                     dlogits.as<T>() + offset);
       }
     });
     return Ok();

@@ -48,9 +48,11 @@ void SumClasses(const T* logits, int64_t classes, float soft_cap, SoftmaxSums* s
   *sums = {max, sum, sum_x};
 }
 
-TF_OPS_INLINE Floats Gradient(Floats logit, float soft_cap, TokenGradient g, float target) {
+// dlogits at `logit`; the token's figures are floats, or Floats where each lane is a token.
+template <typename V>
+TF_OPS_INLINE Floats Gradient(Floats logit, float soft_cap, V max, V scale, V shift) {
   const Floats x = Cap(logit, soft_cap);
-  const Floats dx = Exp(x - g.max) * g.scale - (g.shift + target);
+  const Floats dx = Exp(x - max) * scale - shift;
   if (soft_cap == 0.0f) return dx;
   const Floats tanh = x / soft_cap;
   return dx * (1.0f - tanh * tanh);
@@ -65,10 +67,72 @@ void GradClasses(const T* logits, int64_t classes, int64_t label, float soft_cap
   const Floats at_label = Set(has_label ? float(logits[label]) : 0.0f);
   int64_t i = 0;
   for (; i + kLanes <= classes; i += kLanes) {
-    Store(dlogits + i, Gradient(Load(logits + i), soft_cap, g, 0.0f));
+    Store(dlogits + i, Gradient(Load(logits + i), soft_cap, g.max, g.scale, g.shift));
   }
   if (const int n = classes - i; n > 0) {
-    StorePartial(dlogits + i, Gradient(LoadPartial(logits + i, n), soft_cap, g, 0.0f), n);
+    const Floats x = LoadPartial(logits + i, n);
+    StorePartial(dlogits + i, Gradient(x, soft_cap, g.max, g.scale, g.shift), n);
   }
-  if (has_label) StorePartial(dlogits + label, Gradient(at_label, soft_cap, g, g.target), 1);
+  if (has_label) {
+    dlogits[label] = T(Gradient(at_label, soft_cap, g.max, g.scale, g.shift + g.target)[0]);
+  }
+}
+
+// Few classes leave most of a vector empty: here each lane is a token, the last one repeated
+// where they do not suffice. [classes, kLanes] from [tokens, classes].
+template <typename T>
+TF_OPS_INLINE void Transpose(const T* logits, int64_t tokens, int64_t classes, float* block) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const T* row = logits + (lane < tokens ? lane : tokens - 1) * classes;
+    for (int64_t c = 0; c < classes; ++c) block[c * kLanes + lane] = float(row[c]);
+  }
+}
+
+template <typename T>
+void SumFewClasses(const T* logits, int64_t tokens, int64_t classes, float soft_cap,
+                   SoftmaxSums* sums) {
+  float block[kFewClasses * kLanes];
+  for (int64_t first = 0; first < tokens; first += kLanes) {
+    Transpose(logits + first * classes, tokens - first, classes, block);
+    Floats max = Set(-INFINITY), sum = {}, sum_x = {};
+    for (int64_t c = 0; c < classes; ++c) {
+      const Floats x = Cap(Load(block + c * kLanes), soft_cap);
+      max = Max(x, max);
+      sum_x += x;
+      Store(block + c * kLanes, x);
+    }
+    for (int64_t c = 0; c < classes; ++c) sum += Exp(Load(block + c * kLanes) - max);
+    for (int lane = 0; lane < kLanes && first + lane < tokens; ++lane) {
+      sums[first + lane] = {max[lane], sum[lane], sum_x[lane]};
+    }
+  }
+}
+
+template <typename T>
+void GradFewClasses(const T* logits, int64_t tokens, int64_t classes, const int64_t* labels,
+                    float soft_cap, const TokenGradient* gradients, T* dlogits) {
+  float block[kFewClasses * kLanes];
+  for (int64_t first = 0; first < tokens; first += kLanes) {
+    Transpose(logits + first * classes, tokens - first, classes, block);
+    Floats max, scale, shift, target, at_label;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const int64_t token = first + lane < tokens ? first + lane : tokens - 1;
+      const TokenGradient& g = gradients[token];
+      max[lane] = g.max;
+      scale[lane] = g.scale;
+      shift[lane] = g.shift;
+      target[lane] = g.target;
+      at_label[lane] = block[labels[token] * kLanes + lane];
+    }
+    at_label = Gradient(at_label, soft_cap, max, scale, shift + target);
+    for (int64_t c = 0; c < classes; ++c) {
+      const Floats x = Load(block + c * kLanes);
+      Store(block + c * kLanes, Gradient(x, soft_cap, max, scale, shift));
+    }
+    for (int lane = 0; lane < kLanes && first + lane < tokens; ++lane) {
+      T* row = dlogits + (first + lane) * classes;
+      for (int64_t c = 0; c < classes; ++c) row[c] = T(block[c * kLanes + lane]);
+      row[labels[first + lane]] = T(at_label[lane]);
+    }
+  }
 }

@@ -24,7 +24,7 @@ def sparse_softmax_cross_entropy(
     logits_soft_cap=None,
     reduction="none",
 ):
-    """loss = lse - (1 - e) x[label] - e mean(x) + z lse^2, lse = log(sum(exp(x))), of capped logits x.
+    """loss = lse - (1 - e) x[label] - e mean(x) + z lse^2, lse = logsumexp(x), x the capped logits.
 
     Arithmetic and result are in float32, whatever the dtype of the logits.
 
