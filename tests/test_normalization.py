@@ -212,6 +212,7 @@ def test_weights_with_leading_axes(shape, weight, dtype):
         ((2, 1), (5,), (4, 5)),
         (1, (4, 1), (4,)),
         (1, (5,), (1, 4, 1)),
+        (0, (3, 1, 1), (3,)),  # whose transposition is not its own inverse
         ((0, 2), (3, 1, 5), (3, 5)),
         ([-1, 0], (1, 1, 1), (1, 1, 5)),
         ((0, 1, 2), (3, 4, 5), (3, 4, 5)),
@@ -371,7 +372,9 @@ def test_weight_gradient_of_ten_thousand_ones_is_not_stuck_at_256(dtype):
 
 
 # One more row than a power of two, narrow and odd: partial sums must not be cut off.
-@pytest.mark.parametrize("rows, cols", [(1025, 33), (65537, 3), (70000, 1), (4097, 64)])
+@pytest.mark.parametrize(
+    "rows, cols", [(1025, 33), (65537, 3), (70000, 1), (500000, 2), (4097, 64)]
+)
 @pytest.mark.parametrize("weights", [False, True], ids=["plain", "weights"])
 def test_last_rows_count_in_weight_gradients(rows, cols, weights):
     shapes = [(rows, cols)] + [(cols,)] * (2 * weights)

@@ -78,9 +78,11 @@ Status NormalizeGrad(Cpu cpu, const NormalizationProblem& problem);
 Status NormalizeGrad(Gpu gpu, const NormalizationProblem& problem);
 
 // The gradients of the weights are summed over `parts` sets of rows, then over the parts, in a
-// fixed order. A part has 8 rows or more, so that its sums are small beside x.
+// fixed order. On the CPU a part is of 8 rows or more, so that its sums are small beside x, and
+// of about 32 where there are many, for the rounding errors of a longer sum would add up.
 inline int64_t NormalizationCpuParts(const NormalizationProblem& p) {
-  return p.rows == 0 ? 0 : std::clamp<int64_t>(p.rows / p.groups / 8, 1, 64);
+  const int64_t rows = p.rows / p.groups;
+  return rows == 0 ? 0 : std::clamp<int64_t>(rows / 8, 1, std::max<int64_t>(64, rows / 32));
 }
 // The most; a GPU with few multiprocessors takes fewer.
 inline int64_t NormalizationGpuParts(const NormalizationProblem& p) {

@@ -144,13 +144,19 @@ void NormalizationGradRows(const NormalizationProblem& p, int64_t begin, int64_t
   }
 }
 
-// out[begin, end) = the sum of partial, [parts, size], over the parts.
+// out[begin, end) = the sum of partial, [parts, size], over the parts; by blocks, against the
+// rounding errors of a long sum.
 template <typename W>
 void SumParts(const float* partial, int64_t parts, int64_t size, int64_t begin, int64_t end,
               W* out) {
   ForVectors(begin, end, [=](int64_t i, auto n) __attribute__((always_inline)) {
     Floats sum{};
-    for (int64_t part = 0; part < parts; ++part) sum += Get(partial + part * size + i, n);
+    for (int64_t part = 0; part < parts;) {
+      const int64_t block_end = parts - part < 64 ? parts : part + 64;
+      Floats block{};
+      for (; part < block_end; ++part) block += Get(partial + part * size + i, n);
+      sum += block;
+    }
     Put(out + i, sum, n);
   });
 }
