@@ -197,6 +197,61 @@ def cross_entropy_cases():
     yield "cross_entropy/no_token", cross_entropy_case(np.float32, 0, 5)
 
 
+def normalization_case(dtype, shape, weight, layer, plain=False, weight_dtype=None):
+    """Forward and gradient of one rms or layer normalization over the last axis.
+
+    `plain`: without weights and residual.
+    """
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        normal = lambda shape, dtype=dtype: rng.standard_normal(shape).astype(dtype)
+        x, dy, ds, residual = (normal(shape) for _ in range(4))
+        weights = [normal(weight, weight_dtype or dtype) for _ in range(1 + layer)]
+        if plain:
+            ds, residual = ABSENT.astype(dtype), ABSENT.astype(dtype)
+            weights = [ABSENT.astype(dtype)] * len(weights)
+        name = "TfOps>LayerNormalization" if layer else "TfOps>RmsNormalization"
+        attributes = [1e-3] if layer else [1e-3, 1.0]
+        stats = [(shape[:-1], np.float32)] * (1 + layer)
+        outputs = [(shape, dtype), (residual.shape, dtype), *stats]
+        inputs = [x, residual, *weights]
+        results, problem = compare(
+            kernels, gpu, repeat, name, inputs, [*attributes, 1, True], outputs
+        )
+        dstats = [normal(s, np.float32) for s, _ in stats]
+        s = x if plain else results[1]
+        inputs = [dy, ds, *dstats, s, *weights, *results[2:]]
+        outputs = [(shape, dtype), *((w.shape, w.dtype) for w in weights)]
+        problem += compare(kernels, gpu, repeat, name + "Grad", inputs, [*attributes, 1], outputs)[
+            1
+        ]
+        return problem
+
+    return run
+
+
+def normalization_cases():
+    # Each number of threads to a row, with and without whole vectors, and rows of any width.
+    widths = (8, 64, 128, 200, 256, 1000, 1024, 4096, 7, 31, 129, 1023, 2049)
+    wide = (16384, 40000, 9001)
+    for (name, dtype), layer in itertools.product(FLOATS.items(), (False, True)):
+        family = f"normalization/{'layer' if layer else 'rms'}/{name}"
+        for cols in widths + wide:
+            rows = 3 if cols in wide else 37
+            yield f"{family}/{cols}", normalization_case(dtype, (rows, cols), (cols,), layer)
+        for cols in (64, 33, 4096):
+            case = (dtype, (5, 6, cols), (6, cols), layer)
+            yield f"{family}/heads/{cols}", normalization_case(*case)
+            yield f"{family}/plain/{cols}", normalization_case(*case, plain=True)
+            yield (
+                f"{family}/float32_weights/{cols}",
+                normalization_case(*case, weight_dtype=np.float32),
+            )
+        yield f"{family}/no_row", normalization_case(dtype, (0, 40), (40,), layer)
+
+
 def cases():
     yield from attention_cases()
+    yield from normalization_cases()
     yield from cross_entropy_cases()

@@ -413,6 +413,15 @@ def test_empty(shape, mode):
     np.testing.assert_array_equal(dbeta, np.zeros(shape[-1:]))
 
 
+def test_statistics_of_rows_without_columns_are_nan(mode):
+    run = lambda x: library.tf_ops_layer_normalization(
+        x=x, residual=[], gamma=[], beta=[], epsilon=EPSILON
+    )
+    x = tf.zeros([5, 0])
+    outputs = in_mode(run, mode, [x])(x)
+    assert np.isnan(outputs.mean).all() and np.isnan(outputs.rstd).all()
+
+
 def test_more_than_2_31_elements(device):
     """Row offsets of 64 bits; the first and last rows are compared."""
     if "GPU" not in device:

@@ -141,7 +141,7 @@ Status Run(Device device, const char* op, const Tensors& tensors, float epsilon,
            int axes, bool subtract_mean) {
   NormalizationProblem p;
   if (Status s = Describe(op, tensors, epsilon, scale_offset, axes, subtract_mean, nullptr, &p);
-      !s.ok() || p.rows * p.cols == 0) {
+      !s.ok() || p.rows == 0) {
     return s;
   }
   return Normalize(device, p);

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
     }
     SumOverRow<kThreads>(squares, partial, half);
     const float rstd = rsqrtf(squares[0] / cols + p.epsilon);
-    if (lane == 0 && vectors > 0) {
+    if (lane == 0 && row < p.rows) {
       if constexpr (kMean) p.mean[row] = mean;
       p.rstd[row] = rstd;
     }
