@@ -12,9 +12,9 @@ namespace {
 
 constexpr int kPad = 16;          // the widest vector
 constexpr int kMaxQueries = 64;   // of a tile of scores: four of the widest vectors
-constexpr int kMaxKeys = 64;      // of a tile of scores: the bits of a word
+constexpr int kMaxKeys = 64;      // of a tile of scores
 constexpr int kScratch = 61440;   // floats on the stack of a task; the tiles fit a core's cache
-constexpr int kFewestTasks = 16;  // below it sums are split, at the cost of memory
+constexpr int kFewestTasks = 32;  // below it sums are split, at the cost of memory
 
 constexpr int Padded(int64_t size) { return int((size + kPad - 1) / kPad * kPad); }
 constexpr int64_t AtMost(int64_t x, int64_t limit) { return x < limit ? x : limit; }
@@ -43,11 +43,9 @@ struct AttentionBlocks {
 struct AttentionGradients {
   const void *doutput, *output;
   const float *dlse, *lse;  // dlse may be null
+  float* delta;             // [batch, heads, seq_q]
+  float* dquery;            // [parts, batch, heads, seq_q, Padded(head_dim)], without the scale
   AttentionBlocks blocks;
-  // Blocks of queries as the tasks want them: [batch, heads, query_blocks, query_block_size].
-  float* queries;
-  int64_t query_blocks, query_block_size;
-  float* dquery;             // [parts, batch, heads, seq_q, Padded(head_dim)], without the scale
   int64_t parts, part_keys;  // the keys are split in so many parts of so many
 };
 
@@ -108,11 +106,12 @@ AttentionBlocks ForwardBlocks(const AttentionProblem& p) {
   return {queries, keys};
 }
 
-// The gradients hold two operands and two sums of `keys` rows, and three tiles.
 AttentionBlocks GradBlocks(int64_t head_dim, int64_t value_dim) {
   const int dims = Padded(head_dim) + Padded(value_dim);
-  const int keys = kScratch / (2 * dims + 3 * kMaxQueries) / kPad * kPad;
-  return {kMaxQueries, keys < kMaxKeys ? keys : kMaxKeys};
+  const int keys = dims <= 256 ? kMaxKeys : kMaxKeys / 2;
+  int queries = kMaxQueries;
+  while (2 * keys * dims + queries * (2 * dims + 3 * keys + 2) > kScratch) queries -= kPad;
+  return {queries, keys};
 }
 
 // Into how many parts to divide `size` pieces of each of `tasks`.
@@ -144,24 +143,11 @@ bool HaveRankFour(std::initializer_list<TensorView> views) {
   return true;
 }
 
-// The division of the gradients, from shapes alone; the rest is left empty.
-AttentionGradients DivideGradients(const TensorView& query, const TensorView& key,
-                                   const TensorView& value) {
-  const int64_t head_dim = query.dims[3], value_dim = value.dims[3], seq_k = key.dims[1];
-  AttentionGradients g{};
-  g.blocks = GradBlocks(head_dim, value_dim);
-  g.query_blocks = Blocks(query.dims[1], g.blocks.queries);
-  const int64_t dims = head_dim + value_dim + Padded(head_dim) + Padded(value_dim);
-  g.query_block_size = g.blocks.queries * (dims + 2) + kPad;
-  const int64_t blocks = Blocks(seq_k, g.blocks.keys);
-  const int64_t parts = Parts(key.dims[0] * key.dims[2], blocks);
-  g.part_keys = AtLeast(Blocks(blocks, parts), 1) * g.blocks.keys;
-  g.parts = AtLeast(Blocks(seq_k, g.part_keys), 1);
-  return g;
-}
-
-int64_t QueryBytes(const AttentionGradients& g, int64_t batch, int64_t heads) {
-  return FloatBytes({batch, heads, g.query_blocks, g.query_block_size});
+// Sets parts and part_keys.
+void DivideKeys(int64_t batch, int64_t kv_heads, int64_t seq_k, AttentionGradients* g) {
+  const int64_t blocks = Blocks(seq_k, g->blocks.keys);
+  g->part_keys = AtLeast(Blocks(blocks, Parts(batch * kv_heads, blocks)), 1) * g->blocks.keys;
+  g->parts = AtLeast(Blocks(seq_k, g->part_keys), 1);
 }
 
 BiasTiles DivideBias(const TensorView& query, const TensorView& key, const TensorView& bias,
@@ -185,27 +171,29 @@ int64_t Cycles(const AttentionProblem& p, int64_t queries, int64_t keys, int64_t
   return int64_t(cycles / (p.is_causal ? 2 : 1)) + 1000;
 }
 
-// Divides the work and packs the queries into the workspace; `rest` is what follows them.
-template <typename T>
-AttentionGradients PrepareGradients(const Cpu& cpu, const AttentionProblem& p,
-                                    const TensorView& doutput, const TensorView& dlse,
-                                    const TensorView& query, const TensorView& key,
-                                    const TensorView& value, const TensorView& output,
-                                    const TensorView& lse, const TensorView& workspace,
-                                    float** rest) {
-  AttentionGradients g = DivideGradients(query, key, value);
+AttentionGradients DescribeGradients(const AttentionProblem& p, const TensorView& doutput,
+                                     const TensorView& dlse, const TensorView& output,
+                                     const TensorView& lse, const TensorView& workspace) {
+  AttentionGradients g{};
   g.doutput = doutput.data;
   g.output = output.data;
   g.dlse = dlse.present() ? dlse.as<const float>() : nullptr;
   g.lse = lse.as<const float>();
-  g.queries = workspace.as<float>();
-  *rest = g.queries + QueryBytes(g, p.batch, p.heads) / sizeof(float);
-  const auto pack = TF_OPS_SIMD(PackQueries<T>);
-  cpu.ParallelFor(p.batch * p.heads * g.query_blocks, g.query_block_size / 2,
-                  [&](int64_t begin, int64_t end) {
-                    for (int64_t i = begin; i < end; ++i) pack(p, g, i);
-                  });
+  g.delta = workspace.as<float>();
+  g.blocks = GradBlocks(p.head_dim, p.value_dim);
   return g;
+}
+
+// What follows the row sums in the workspace.
+float* AfterDelta(const AttentionProblem& p, const AttentionGradients& g) {
+  return g.delta + FloatBytes({p.batch, p.heads, p.seq_q}) / sizeof(float);
+}
+
+template <typename T>
+void ComputeDelta(const Cpu& cpu, const AttentionProblem& p, const AttentionGradients& g) {
+  const auto delta = TF_OPS_SIMD(Delta<T>);
+  cpu.ParallelFor(p.batch * p.seq_q * p.heads, p.value_dim / 4 + 20,
+                  [&](int64_t begin, int64_t end) { delta(p, g, begin, end); });
 }
 
 }  // namespace
@@ -252,10 +240,10 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
   }
   return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
-    float* rest;
-    AttentionGradients g = PrepareGradients<T>(cpu, p, doutput, dlse, query, key, value, output,
-                                               lse, workspace, &rest);
-    g.dquery = rest;
+    AttentionGradients g = DescribeGradients(p, doutput, dlse, output, lse, workspace);
+    g.dquery = AfterDelta(p, g);
+    DivideKeys(p.batch, p.kv_heads, p.seq_k, &g);
+    ComputeDelta<T>(cpu, p, g);
     const auto task = TF_OPS_SIMD(GradTask<T>);
     const int64_t queries = p.kv_heads > 0 ? p.seq_q * (p.heads / p.kv_heads) : 0;
     cpu.ParallelFor(p.batch * p.kv_heads * g.parts,
@@ -277,11 +265,14 @@ int64_t DotProductAttentionGradCpuWorkspace(TensorView, TensorView, TensorView q
                                             TensorView, TensorView, TensorView, TensorView,
                                             TensorView, float, float, bool, bool) {
   if (!HaveRankFour({query, key, value})) return 0;
-  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return 0;
-  const AttentionGradients g = DivideGradients(query, key, value);
   const int64_t batch = query.dims[0], seq_q = query.dims[1], heads = query.dims[2];
-  return Sum(QueryBytes(g, batch, heads),
-             FloatBytes({g.parts, batch, heads, seq_q, Padded(query.dims[3])}));
+  const int64_t head_dim = query.dims[3], value_dim = value.dims[3];
+  if (head_dim > kMaxHeadDim || value_dim > kMaxHeadDim) return 0;
+  AttentionGradients g{};
+  g.blocks = GradBlocks(head_dim, value_dim);
+  DivideKeys(batch, key.dims[2], key.dims[1], &g);
+  return Sum(FloatBytes({batch, heads, seq_q}),
+             FloatBytes({g.parts, batch, heads, seq_q, Padded(head_dim)}));
 }
 
 Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse, TensorView query,
@@ -303,11 +294,10 @@ Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse,
   if (!bias.present() || dbias.size() == 0) return Ok();
   return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
-    float* rest;
-    const AttentionGradients g = PrepareGradients<T>(cpu, p, doutput, dlse, query, key, value,
-                                                     output, lse, workspace, &rest);
+    AttentionGradients g = DescribeGradients(p, doutput, dlse, output, lse, workspace);
     BiasTiles tiles = DivideBias(query, key, bias, g.blocks);
-    tiles.partial = rest;
+    tiles.partial = AfterDelta(p, g);
+    ComputeDelta<T>(cpu, p, g);
     const auto task = TF_OPS_SIMD(BiasGradTask<T>);
     const int64_t dims = p.head_dim + p.value_dim, terms = tiles.terms / tiles.parts + 1;
     cpu.ParallelFor(tiles.tiles * tiles.parts,
@@ -329,12 +319,13 @@ int64_t DotProductAttentionBiasGradCpuWorkspace(TensorView, TensorView, TensorVi
                                                 TensorView, TensorView, TensorView, TensorView,
                                                 TensorView, float, float, bool, bool) {
   if (!HaveRankFour({query, key, value, bias})) return 0;
-  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return 0;
-  const AttentionGradients g = DivideGradients(query, key, value);
-  const BiasTiles tiles = DivideBias(query, key, bias, g.blocks);
+  const int64_t head_dim = query.dims[3], value_dim = value.dims[3];
+  if (head_dim > kMaxHeadDim || value_dim > kMaxHeadDim) return 0;
+  const AttentionBlocks blocks = GradBlocks(head_dim, value_dim);
+  const BiasTiles tiles = DivideBias(query, key, bias, blocks);
   const int64_t parts = tiles.parts > 1 ? tiles.parts : 0;
-  return Sum(QueryBytes(g, query.dims[0], query.dims[2]),
-             FloatBytes({tiles.tiles, parts, g.blocks.keys, g.blocks.queries}));
+  return Sum(FloatBytes({query.dims[0], query.dims[2], query.dims[1]}),
+             FloatBytes({tiles.tiles, parts, blocks.keys, blocks.queries}));
 }
 
 // The sizes of the GPU's, wherever there is none.

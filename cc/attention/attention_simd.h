@@ -243,25 +243,25 @@ inline Visible FindVisible(const AttentionProblem& p, const AttentionRow& row,
                            const ScoreTile& tile, uint32_t (*seen)[kMaxQueries]) {
   const int64_t diagonal = row.diagonal;  // query i sees keys up to i + diagonal
   if (tile.key > tile.query + tile.rows - 1 + diagonal) return kNone;
-  const bool under = tile.key + tile.keys - 1 <= tile.query + diagonal;
-  if (under && !p.mask) return kAll;
-  const int64_t (&strides)[4] = p.mask_strides;
-  const bool* corner = p.mask + tile.batch * strides[0] + tile.head * strides[1] +
-                       tile.query * strides[2] + tile.key * strides[3];
+  const bool above = tile.key + tile.keys - 1 <= tile.query + diagonal;
+  if (above && !p.mask) return kAll;
   const uint64_t every = ~uint64_t{0} >> (64 - tile.keys);
+  const int64_t (&strides)[4] = p.mask_strides;
+  const int64_t at = tile.batch * strides[0] + tile.head * strides[1] + tile.query * strides[2] +
+                     tile.key * strides[3];
   uint64_t mask = every, any = 0, all = every;
-  for (int r = 0; r < tile.rows; ++r) {
-    if (p.mask && (r == 0 || strides[2] != 0)) {
-      mask = MaskBits(corner + r * strides[2], strides[3], tile.keys) & every;
+  for (int r = 0; r < tile.lanes; ++r) {
+    if (p.mask && r < tile.rows && (r == 0 || strides[2] != 0)) {
+      mask = MaskBits(p.mask + at + r * strides[2], strides[3], tile.keys) & every;
     }
     const int64_t count = tile.query + r + diagonal - tile.key + 1;
-    const uint64_t bits = count <= 0 ? 0 : count < 64 ? mask & ((uint64_t{1} << count) - 1) : mask;
+    const uint64_t under = count >= 64 ? every : count <= 0 ? 0 : every & ~(~uint64_t{0} << count);
+    const uint64_t bits = r < tile.rows ? mask & under : 0;
     seen[0][r] = uint32_t(bits);
     seen[1][r] = uint32_t(bits >> 32);
     any |= bits;
-    all &= bits;
+    if (r < tile.rows) all &= bits;
   }
-  for (int r = tile.rows; r < tile.lanes; ++r) seen[0][r] = seen[1][r] = 0;
   return any == 0 ? kNone : all == every ? kAll : kSome;
 }
 
@@ -377,13 +377,6 @@ struct Scratch {
   }
 };
 
-// Room for a block of keys or values.
-template <typename T>
-Operand<T> KeyOperand(const AttentionProblem& p, int rows, int columns, Scratch* scratch) {
-  const int ld = Padded(columns);
-  return {nullptr, p.kv_heads * columns, 0, columns, 1.0f, scratch->Take(rows * ld), ld};
-}
-
 // One block of queries of one head. Every kMaxQueries of them, a group, have a tile of scores;
 // the groups share the packed keys and values.
 template <typename T>
@@ -407,8 +400,17 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
   float* peak = scratch.Take(blocks.queries);
   float* total = scratch.Take(blocks.queries);
   float* shrink = scratch.Take(kMaxQueries);
-  Operand<T> k = KeyOperand<T>(p, blocks.keys, int(p.head_dim), &scratch);
-  Operand<T> v = KeyOperand<T>(p, blocks.keys, int(p.value_dim), &scratch);
+  Operand<T> k{nullptr,
+               p.kv_heads * p.head_dim,
+               0,
+               int(p.head_dim),
+               1.0f,
+               scratch.Take(blocks.keys * Padded(p.head_dim)),
+               Padded(p.head_dim)};
+  Operand<T> v{nullptr, p.kv_heads * p.value_dim,
+               0,       int(p.value_dim),
+               1.0f,    scratch.Take(blocks.keys * value_ld),
+               value_ld};
 
   const int64_t stride = p.heads * p.head_dim;
   const T* q =
@@ -468,96 +470,72 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
   }
 }
 
-// What the gradients read of a block of queries.
+// delta of rows [begin, end) of output [batch, seq_q, heads], summed in the order of `Tile`: a
+// row that sees one key has ds of exactly 0.
+template <typename T>
+void Delta(const AttentionProblem& p, const AttentionGradients& g, int64_t begin, int64_t end) {
+  const int columns = int(p.value_dim);
+  alignas(64) float dy[kMaxHeadDim * kLanes], y[kMaxHeadDim * kLanes];
+  for (int64_t i = begin; i < end; i += kLanes) {
+    const int rows = int(AtMost(end - i, kLanes));
+    PackTransposed(static_cast<const T*>(g.doutput) + i * columns, columns, rows, columns, 1.0f, dy,
+                   kLanes);
+    PackTransposed(static_cast<const T*>(g.output) + i * columns, columns, rows, columns, 1.0f, y,
+                   kLanes);
+    Floats sum{};
+    for (int c = 0; c < columns; ++c) sum += Load(dy + c * kLanes) * Load(y + c * kLanes);
+    for (int r = 0; r < rows; ++r) {
+      const int64_t row = i + r, query = row / p.heads % p.seq_q, batch = row / p.heads / p.seq_q;
+      const int64_t at = (batch * p.heads + row % p.heads) * p.seq_q + query;
+      g.delta[at] = sum[r] - (g.dlse ? g.dlse[at] : 0.0f);
+    }
+  }
+}
+
+// What the gradients need of a block of queries, in scratch.
 template <typename T>
 struct QueryBlock {
   Operand<T> q, doutput;
-  float *qt, *doutput_t;  // transposed
-  float *lse, *delta;     // [lanes]
-  float* finite;          // [2], of q and doutput, as 0 or 1
+  float *qt, *doutput_t, *lse, *delta;
 };
 
-// The block that begins at the tile's first query, in the workspace.
 template <typename T>
-QueryBlock<T> FindQueries(const AttentionProblem& p, const AttentionGradients& g,
-                          const ScoreTile& tile) {
+void PackQueries(const AttentionProblem& p, const AttentionGradients& g, const ScoreTile& tile,
+                 QueryBlock<T>* block) {
   const int64_t at = (tile.batch * p.seq_q + tile.query) * p.heads + tile.head;
-  const int64_t block =
-      (tile.batch * p.heads + tile.head) * g.query_blocks + tile.query / g.blocks.queries;
-  Scratch memory{g.queries + block * g.query_block_size};
-  const auto operand = [&](const void* data, int64_t columns, float factor) {
-    return Operand<T>{static_cast<const T*>(data) + at * columns,
-                      p.heads * columns,
-                      tile.rows,
-                      int(columns),
-                      factor,
-                      memory.Take(g.blocks.queries * Padded(columns)),
-                      Padded(columns)};
-  };
-  QueryBlock<T> queries{operand(p.query, p.head_dim, p.scale),
-                        operand(g.doutput, p.value_dim, 1.0f),
-                        memory.Take(g.blocks.queries * p.head_dim),
-                        memory.Take(g.blocks.queries * p.value_dim),
-                        memory.Take(g.blocks.queries),
-                        memory.Take(g.blocks.queries),
-                        memory.Take(2)};
-  queries.q.finite = queries.finite[0] != 0.0f;
-  queries.doutput.finite = queries.finite[1] != 0.0f;
-  return queries;
-}
-
-// Fills block `index` of [batch, heads, query_blocks]; every task of a key head reads it.
-template <typename T>
-void PackQueries(const AttentionProblem& p, const AttentionGradients& g, int64_t index) {
-  const int64_t query = index % g.query_blocks * g.blocks.queries;
-  const int64_t row = index / g.query_blocks, batch = row / p.heads, head = row % p.heads;
-  const int rows = int(AtMost(AttentionRow(p, batch).queries - query, g.blocks.queries));
-  if (rows <= 0) return;
-  const ScoreTile tile{batch, head, query, 0, rows, 0, Padded(rows)};
-  QueryBlock<T> queries = FindQueries<T>(p, g, tile);
-  Operand<T>&q = queries.q, &dy = queries.doutput;
+  Operand<T>&q = block->q, &dy = block->doutput;
+  q.source = static_cast<const T*>(p.query) + at * p.head_dim;
+  dy.source = static_cast<const T*>(g.doutput) + at * p.value_dim;
+  q.rows = dy.rows = tile.rows;
   Pack(&q);
   Pack(&dy);
-  PackTransposed(q.block, q.ld, rows, q.columns, 1.0f, queries.qt, tile.lanes);
-  PackTransposed(dy.block, dy.ld, rows, dy.columns, 1.0f, queries.doutput_t, tile.lanes);
+  PackTransposed(q.block, q.ld, q.rows, q.columns, 1.0f, block->qt, tile.lanes);
+  PackTransposed(dy.block, dy.ld, dy.rows, dy.columns, 1.0f, block->doutput_t, tile.lanes);
   DropNonFinite(&q);
   DropNonFinite(&dy);
-  queries.finite[0] = q.finite;
-  queries.finite[1] = dy.finite;
-
-  alignas(64) float output_t[kMaxHeadDim * kMaxQueries];
-  PackTransposed(static_cast<const T*>(g.output) + (dy.source - static_cast<const T*>(g.doutput)),
-                 dy.stride, rows, dy.columns, 1.0f, output_t, tile.lanes);
+  const int64_t row = (tile.batch * p.heads + tile.head) * p.seq_q + tile.query;
   const float inf = __builtin_inff();
-  for (int v = 0; v < tile.lanes; v += kLanes) {
-    // In the order of Tile: ds is exactly 0 where a query sees one key.
-    Floats sum{};
-    for (int c = 0; c < dy.columns; ++c) {
-      sum += Load(queries.doutput_t + c * tile.lanes + v) * Load(output_t + c * tile.lanes + v);
-    }
-    Store(queries.delta + v, sum);
-  }
   for (int r = 0; r < tile.lanes; ++r) {
-    const int64_t at = row * p.seq_q + query + r;
-    if (r < rows && g.dlse) queries.delta[r] -= g.dlse[at];
-    // Of a query without keys, and beyond the last one: exp(score - inf) is 0.
-    queries.lse[r] = r < rows && g.lse[at] != -inf ? g.lse[at] : inf;
+    // exp(score - inf) is 0, also for the lanes beyond the rows.
+    const float lse = r < tile.rows ? g.lse[row + r] : inf;
+    block->lse[r] = lse == -inf ? inf : lse;
+    block->delta[r] = r < tile.rows ? g.delta[row + r] : 0.0f;
   }
 }
 
 // weights [keys, lanes] and dscores [keys, lanes] of the tile: p and ds of the contract, or,
 // with a slope, what goes on to the product of query and key.
 template <typename T>
-void ScoreGradients(const AttentionProblem& p, const ScoreTile& tile, const QueryBlock<T>& queries,
+void ScoreGradients(const AttentionProblem& p, const ScoreTile& tile, const QueryBlock<T>& block,
                     const Operand<T>& k, const Operand<T>& v, Visible which,
                     const uint32_t (*seen)[kMaxQueries], float* weights, float* dscores,
                     float* slope) {
   const int lanes = tile.lanes;
-  Scores<T>(p, tile, queries.qt, k.block, k.ld, which, seen, weights, slope);
-  MatMul<false>(kSet, tile.keys, lanes, int(p.value_dim), v.block, v.ld, queries.doutput_t, lanes,
+  Scores<T>(p, tile, block.qt, k.block, k.ld, which, seen, weights, slope);
+  MatMul<false>(kSet, tile.keys, lanes, int(p.value_dim), v.block, v.ld, block.doutput_t, lanes,
                 dscores, lanes);
   for (int r = 0; r < lanes; r += kLanes) {
-    const Floats lse = Load(queries.lse + r), delta = Load(queries.delta + r);
+    const Floats lse = Load(block.lse + r), delta = Load(block.delta + r);
     for (int i = r; i < tile.keys * lanes; i += lanes) {
       const Floats score = Load(weights + i);
       const auto visible = score != -__builtin_inff();  // elsewhere the rest may be NaN
@@ -591,8 +569,19 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
 
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
-  Operand<T> k = KeyOperand<T>(p, blocks.keys, head_dim, &scratch);
-  Operand<T> v = KeyOperand<T>(p, blocks.keys, value_dim, &scratch);
+  const auto operand = [&](int64_t heads, int columns, float factor, int rows) {
+    return Operand<T>{nullptr,        heads * columns, 0,
+                      columns,        factor,          scratch.Take(rows * Padded(columns)),
+                      Padded(columns)};
+  };
+  Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
+  Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);
+  QueryBlock<T> block{operand(p.heads, head_dim, p.scale, blocks.queries),
+                      operand(p.heads, value_dim, 1.0f, blocks.queries),
+                      scratch.Take(blocks.queries * head_dim),
+                      scratch.Take(blocks.queries * value_dim),
+                      scratch.Take(blocks.queries),
+                      scratch.Take(blocks.queries)};
   float* dk = scratch.Take(blocks.keys * ld);
   float* dv = scratch.Take(blocks.keys * value_ld);
   float* weights = scratch.Take(blocks.keys * blocks.queries);
@@ -620,23 +609,18 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
     for (int64_t h = 0; h < (keys > 0 ? group : 0); ++h) {
       for (int64_t query = first; query < row.queries; query += blocks.queries) {
         const int rows = int(AtMost(row.queries - query, blocks.queries));
-        k.rows = int(AtMost(keys, query + rows + row.diagonal - key));
-        if (k.rows <= 0) continue;
-        const ScoreTile tile{batch, kv_head * group + h, query, key, rows, k.rows, Padded(rows)};
+        const ScoreTile tile{batch, kv_head * group + h, query, key, rows, keys, Padded(rows)};
         uint32_t seen[2][kMaxQueries];
         const Visible visible = FindVisible(p, row, tile, seen);
         if (visible == kNone) continue;
-        const QueryBlock<T> queries = FindQueries<T>(p, g, tile);
-        ScoreGradients(p, tile, queries, k, v, visible, seen, weights, dscores, slope);
-        MatMulWeights<false>(kAdd, k.rows, weights, tile.lanes, queries.doutput, dv);
-        MatMulWeights<false>(kAdd, k.rows, dscores, tile.lanes, queries.q, dk);
+        PackQueries(p, g, tile, &block);
+        ScoreGradients(p, tile, block, k, v, visible, seen, weights, dscores, slope);
+        MatMulWeights<false>(kAdd, keys, weights, tile.lanes, block.doutput, dv);
+        MatMulWeights<false>(kAdd, keys, dscores, tile.lanes, block.q, dk);
         DropNonFinite(&k);
         MatMulWeights<true>(kAdd, rows, dscores, tile.lanes, k,
                             dquery + h * head_size + query * ld);
-        if (!k.finite) {
-          k.rows = keys;
-          Pack(&k);
-        }
+        if (!k.finite) Pack(&k);
       }
     }
     for (int r = 0; r < size; ++r) {
@@ -708,8 +692,19 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
   const int head_dim = int(p.head_dim), value_dim = int(p.value_dim);
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
-  Operand<T> k = KeyOperand<T>(p, blocks.keys, head_dim, &scratch);
-  Operand<T> v = KeyOperand<T>(p, blocks.keys, value_dim, &scratch);
+  const auto operand = [&](int64_t heads, int columns, float factor, int rows) {
+    return Operand<T>{nullptr,        heads * columns, 0,
+                      columns,        factor,          scratch.Take(rows * Padded(columns)),
+                      Padded(columns)};
+  };
+  Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
+  Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);
+  QueryBlock<T> block{operand(p.heads, head_dim, p.scale, blocks.queries),
+                      operand(p.heads, value_dim, 1.0f, blocks.queries),
+                      scratch.Take(blocks.queries * head_dim),
+                      scratch.Take(blocks.queries * value_dim),
+                      scratch.Take(blocks.queries),
+                      scratch.Take(blocks.queries)};
   const int size = blocks.keys * blocks.queries;
   float* weights = scratch.Take(size);
   float* dscores = scratch.Take(size);
@@ -742,8 +737,8 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
     k.rows = v.rows = keys;
     Pack(&k);
     Pack(&v);
-    const QueryBlock<T> queries = FindQueries<T>(p, g, tile);
-    ScoreGradients(p, tile, queries, k, v, visible, seen, weights, dscores, nullptr);
+    PackQueries(p, g, tile, &block);
+    ScoreGradients(p, tile, block, k, v, visible, seen, weights, dscores, nullptr);
     for (int j = 0; j < keys; ++j) {
       for (int i = 0; i < rows; i += kLanes) {
         const float* from = dscores + j * tile.lanes + i;
