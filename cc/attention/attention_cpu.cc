@@ -328,6 +328,4 @@ int64_t DotProductAttentionBiasGradCpuWorkspace(TensorView, TensorView, TensorVi
              FloatBytes({tiles.tiles, parts, blocks.keys, blocks.queries}));
 }
 
-// The sizes of the GPU's, wherever there is none.
-
 }  // namespace tf_ops
