@@ -243,25 +243,25 @@ inline Visible FindVisible(const AttentionProblem& p, const AttentionRow& row,
                            const ScoreTile& tile, uint32_t (*seen)[kMaxQueries]) {
   const int64_t diagonal = row.diagonal;  // query i sees keys up to i + diagonal
   if (tile.key > tile.query + tile.rows - 1 + diagonal) return kNone;
-  const bool above = tile.key + tile.keys - 1 <= tile.query + diagonal;
-  if (above && !p.mask) return kAll;
-  const uint64_t every = ~uint64_t{0} >> (64 - tile.keys);
+  const bool under = tile.key + tile.keys - 1 <= tile.query + diagonal;
+  if (under && !p.mask) return kAll;
   const int64_t (&strides)[4] = p.mask_strides;
-  const int64_t at = tile.batch * strides[0] + tile.head * strides[1] + tile.query * strides[2] +
-                     tile.key * strides[3];
+  const bool* corner = p.mask + tile.batch * strides[0] + tile.head * strides[1] +
+                       tile.query * strides[2] + tile.key * strides[3];
+  const uint64_t every = ~uint64_t{0} >> (64 - tile.keys);
   uint64_t mask = every, any = 0, all = every;
-  for (int r = 0; r < tile.lanes; ++r) {
-    if (p.mask && r < tile.rows && (r == 0 || strides[2] != 0)) {
-      mask = MaskBits(p.mask + at + r * strides[2], strides[3], tile.keys) & every;
+  for (int r = 0; r < tile.rows; ++r) {
+    if (p.mask && (r == 0 || strides[2] != 0)) {
+      mask = MaskBits(corner + r * strides[2], strides[3], tile.keys) & every;
     }
     const int64_t count = tile.query + r + diagonal - tile.key + 1;
-    const uint64_t under = count >= 64 ? every : count <= 0 ? 0 : every & ~(~uint64_t{0} << count);
-    const uint64_t bits = r < tile.rows ? mask & under : 0;
+    const uint64_t bits = count <= 0 ? 0 : count < 64 ? mask & ((uint64_t{1} << count) - 1) : mask;
     seen[0][r] = uint32_t(bits);
     seen[1][r] = uint32_t(bits >> 32);
     any |= bits;
-    if (r < tile.rows) all &= bits;
+    all &= bits;
   }
+  for (int r = tile.rows; r < tile.lanes; ++r) seen[0][r] = seen[1][r] = 0;
   return any == 0 ? kNone : all == every ? kAll : kSome;
 }
 
@@ -367,6 +367,13 @@ inline void UpdateSoftmax(const ScoreTile& tile, float* scores, float* peak, flo
   }
 }
 
+template <typename T>
+void StoreRow(const float* from, float factor, int columns, T* to) {
+  int c = 0;
+  for (; c + kLanes <= columns; c += kLanes) Store(to + c, Load(from + c) * factor);
+  if (c < columns) StorePartial(to + c, Load(from + c) * factor, columns - c);
+}
+
 // Hands out aligned parts of a scratch array.
 struct Scratch {
   float* next;
@@ -376,6 +383,13 @@ struct Scratch {
     return part;
   }
 };
+
+// Room for a block of keys or values.
+template <typename T>
+Operand<T> KeyOperand(const AttentionProblem& p, int rows, int columns, Scratch* scratch) {
+  const int ld = Padded(columns);
+  return {nullptr, p.kv_heads * columns, 0, columns, 1.0f, scratch->Take(rows * ld), ld};
+}
 
 // One block of queries of one head. Every kMaxQueries of them, a group, have a tile of scores;
 // the groups share the packed keys and values.
@@ -400,17 +414,8 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
   float* peak = scratch.Take(blocks.queries);
   float* total = scratch.Take(blocks.queries);
   float* shrink = scratch.Take(kMaxQueries);
-  Operand<T> k{nullptr,
-               p.kv_heads * p.head_dim,
-               0,
-               int(p.head_dim),
-               1.0f,
-               scratch.Take(blocks.keys * Padded(p.head_dim)),
-               Padded(p.head_dim)};
-  Operand<T> v{nullptr, p.kv_heads * p.value_dim,
-               0,       int(p.value_dim),
-               1.0f,    scratch.Take(blocks.keys * value_ld),
-               value_ld};
+  Operand<T> k = KeyOperand<T>(p, blocks.keys, int(p.head_dim), &scratch);
+  Operand<T> v = KeyOperand<T>(p, blocks.keys, int(p.value_dim), &scratch);
 
   const int64_t stride = p.heads * p.head_dim;
   const T* q =
@@ -420,7 +425,7 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
     PackTransposed(q + g * stride, stride, group_rows, int(p.head_dim), p.scale,
                    qt + g * p.head_dim, Padded(group_rows));
   }
-  for (int i = 0; i < rows * value_ld; i += kLanes) Store(sum + i, Floats{});
+  for (int i = 0; i < size * value_ld; i += kLanes) Store(sum + i, Floats{});
   for (int r = 0; r < blocks.queries; r += kLanes) {
     Store(peak + r, Set(-__builtin_inff()));
     Store(total + r, Floats{});
@@ -456,90 +461,137 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
   for (int r = 0; r < size; ++r) {
     T* to = output + ((batch * p.seq_q + query + r) * p.heads + head) * p.value_dim;
     const bool empty = r >= rows || total[r] == 0.0f;
-    const float inverse = empty ? 0.0f : 1.0f / total[r];
-    for (int c = 0; c < p.value_dim; c += kLanes) {
-      const Floats y = empty ? Floats{} : Load(sum + int64_t{r} * value_ld + c) * inverse;
-      if (c + kLanes <= p.value_dim) {
-        Store(to + c, y);
-      } else {
-        StorePartial(to + c, y, int(p.value_dim) - c);
-      }
-    }
+    StoreRow(sum + int64_t{r} * value_ld, empty ? 0.0f : 1.0f / total[r], int(p.value_dim), to);
     lse[(batch * p.heads + head) * p.seq_q + query + r] =
         empty ? -__builtin_inff() : peak[r] + __builtin_logf(total[r]);
   }
 }
 
-// delta of rows [begin, end) of output [batch, seq_q, heads], summed in the order of `Tile`: a
-// row that sees one key has ds of exactly 0.
-template <typename T>
-void Delta(const AttentionProblem& p, const AttentionGradients& g, int64_t begin, int64_t end) {
-  const int columns = int(p.value_dim);
-  alignas(64) float dy[kMaxHeadDim * kLanes], y[kMaxHeadDim * kLanes];
-  for (int64_t i = begin; i < end; i += kLanes) {
-    const int rows = int(AtMost(end - i, kLanes));
-    PackTransposed(static_cast<const T*>(g.doutput) + i * columns, columns, rows, columns, 1.0f, dy,
-                   kLanes);
-    PackTransposed(static_cast<const T*>(g.output) + i * columns, columns, rows, columns, 1.0f, y,
-                   kLanes);
-    Floats sum{};
-    for (int c = 0; c < columns; ++c) sum += Load(dy + c * kLanes) * Load(y + c * kLanes);
-    for (int r = 0; r < rows; ++r) {
-      const int64_t row = i + r, query = row / p.heads % p.seq_q, batch = row / p.heads / p.seq_q;
-      const int64_t at = (batch * p.heads + row % p.heads) * p.seq_q + query;
-      g.delta[at] = sum[r] - (g.dlse ? g.dlse[at] : 0.0f);
-    }
-  }
-}
-
-// What the gradients need of a block of queries, in scratch.
+// What the gradients read of a block of queries.
 template <typename T>
 struct QueryBlock {
   Operand<T> q, doutput;
-  float *qt, *doutput_t, *lse, *delta;
+  float *qt, *doutput_t;  // transposed
+  float *lse, *delta;     // [lanes]
+  float* finite;          // [2], of q and doutput, as 0 or 1
 };
+
+// The block of the tile's queries, of which one has `rows`, packed or to be packed in memory.
+template <typename T>
+QueryBlock<T> LocateQueries(const AttentionProblem& p, const AttentionGradients& g,
+                            const ScoreTile& tile, int64_t rows, float* memory) {
+  const int64_t at = (tile.batch * p.seq_q + tile.query) * p.heads + tile.head;
+  Scratch scratch{memory};
+  const auto operand = [&](const void* data, int64_t columns, float factor) {
+    return Operand<T>{static_cast<const T*>(data) + at * columns,
+                      p.heads * columns,
+                      tile.rows,
+                      int(columns),
+                      factor,
+                      scratch.Take(rows * Padded(columns)),
+                      Padded(columns)};
+  };
+  const int64_t lanes = Padded(rows);
+  return {operand(p.query, p.head_dim, p.scale),
+          operand(g.doutput, p.value_dim, 1.0f),
+          scratch.Take(lanes * p.head_dim),
+          scratch.Take(lanes * p.value_dim),
+          scratch.Take(lanes),
+          scratch.Take(lanes),
+          scratch.Take(2)};
+}
+
+// Where one tile has all keys of a query, delta is the weighted mean of do . v in it: it has the
+// rounding of what it is subtracted from, and the difference may be small.
+inline bool DeltaFromTile(const AttentionProblem& p, const AttentionGradients& g) {
+  return p.seq_k <= g.blocks.keys;
+}
 
 template <typename T>
 void PackQueries(const AttentionProblem& p, const AttentionGradients& g, const ScoreTile& tile,
                  QueryBlock<T>* block) {
-  const int64_t at = (tile.batch * p.seq_q + tile.query) * p.heads + tile.head;
   Operand<T>&q = block->q, &dy = block->doutput;
-  q.source = static_cast<const T*>(p.query) + at * p.head_dim;
-  dy.source = static_cast<const T*>(g.doutput) + at * p.value_dim;
-  q.rows = dy.rows = tile.rows;
   Pack(&q);
   Pack(&dy);
   PackTransposed(q.block, q.ld, q.rows, q.columns, 1.0f, block->qt, tile.lanes);
   PackTransposed(dy.block, dy.ld, dy.rows, dy.columns, 1.0f, block->doutput_t, tile.lanes);
   DropNonFinite(&q);
   DropNonFinite(&dy);
+  block->finite[0] = q.finite;
+  block->finite[1] = dy.finite;
+
   const int64_t row = (tile.batch * p.heads + tile.head) * p.seq_q + tile.query;
-  const float inf = __builtin_inff();
+  const T* output =
+      static_cast<const T*>(g.output) + (dy.source - static_cast<const T*>(g.doutput));
+  for (int v = 0; v < tile.lanes; v += kLanes) {
+    Floats sum{};
+    if (!DeltaFromTile(p, g) && v < dy.rows) {
+      // In the order of `Tile`: a row that sees one key has ds of exactly 0.
+      alignas(64) float output_t[kMaxHeadDim * kLanes];
+      const int rows = dy.rows - v < kLanes ? dy.rows - v : kLanes;
+      PackTransposed(output + v * dy.stride, dy.stride, rows, dy.columns, 1.0f, output_t, kLanes);
+      for (int c = 0; c < dy.columns; ++c) {
+        sum += Load(block->doutput_t + c * tile.lanes + v) * Load(output_t + c * kLanes);
+      }
+    }
+    Store(block->delta + v, sum);
+  }
   for (int r = 0; r < tile.lanes; ++r) {
-    // exp(score - inf) is 0, also for the lanes beyond the rows.
-    const float lse = r < tile.rows ? g.lse[row + r] : inf;
-    block->lse[r] = lse == -inf ? inf : lse;
-    block->delta[r] = r < tile.rows ? g.delta[row + r] : 0.0f;
+    if (r < tile.rows && g.dlse) block->delta[r] -= g.dlse[row + r];
+    // Of a query without keys, and beyond the last one: exp(score - inf) is 0.
+    const float inf = __builtin_inff();
+    block->lse[r] = r < tile.rows && g.lse[row + r] != -inf ? g.lse[row + r] : inf;
   }
 }
 
-// weights [keys, lanes] and dscores [keys, lanes] of the tile: p and ds of the contract, or,
-// with a slope, what goes on to the product of query and key.
+// Where packed block `index` of [key_heads, heads / kv_heads, query_blocks] is.
 template <typename T>
-void ScoreGradients(const AttentionProblem& p, const ScoreTile& tile, const QueryBlock<T>& block,
+QueryBlock<T> PackedQueries(const AttentionProblem& p, const AttentionGradients& g,
+                            const ScoreTile& tile, int64_t index) {
+  return LocateQueries<T>(p, g, tile, AtMost(p.seq_q, g.blocks.queries),
+                          g.queries + index * g.query_block_size);
+}
+
+// Packs that block, which every task of its key head reads.
+template <typename T>
+void PackTask(const AttentionProblem& p, const AttentionGradients& g, int64_t index) {
+  const int64_t query = index % g.query_blocks * g.blocks.queries;
+  const int64_t row = g.first_key_head * (p.heads / p.kv_heads) + index / g.query_blocks;
+  const int64_t batch = row / p.heads;
+  const int rows = int(AtMost(AttentionRow(p, batch).queries - query, g.blocks.queries));
+  if (rows <= 0) return;
+  const ScoreTile tile{batch, row % p.heads, query, 0, rows, 0, Padded(rows)};
+  QueryBlock<T> block = PackedQueries<T>(p, g, tile, index);
+  PackQueries(p, g, tile, &block);
+}
+
+// weights [keys, lanes] and dscores [keys, lanes] of the tile: p and ds of the contract, or,
+// with a slope, what goes on to the product of query and key. mean: the tile makes delta.
+template <typename T>
+void ScoreGradients(const AttentionProblem& p, const ScoreTile& tile, const QueryBlock<T>& queries,
                     const Operand<T>& k, const Operand<T>& v, Visible which,
-                    const uint32_t (*seen)[kMaxQueries], float* weights, float* dscores,
+                    const uint32_t (*seen)[kMaxQueries], bool mean, float* weights, float* dscores,
                     float* slope) {
   const int lanes = tile.lanes;
-  Scores<T>(p, tile, block.qt, k.block, k.ld, which, seen, weights, slope);
-  MatMul<false>(kSet, tile.keys, lanes, int(p.value_dim), v.block, v.ld, block.doutput_t, lanes,
+  Scores<T>(p, tile, queries.qt, k.block, k.ld, which, seen, weights, slope);
+  MatMul<false>(kSet, tile.keys, lanes, int(p.value_dim), v.block, v.ld, queries.doutput_t, lanes,
                 dscores, lanes);
   for (int r = 0; r < lanes; r += kLanes) {
-    const Floats lse = Load(block.lse + r), delta = Load(block.delta + r);
+    const Floats lse = Load(queries.lse + r);
+    Floats delta = Load(queries.delta + r);
+    if (mean) {
+      Floats sum{}, total{};
+      for (int i = r; i < tile.keys * lanes; i += lanes) {
+        const Floats score = Load(weights + i), weight = Weight(score - lse);
+        const auto visible = score != -__builtin_inff();
+        sum += visible ? weight * Load(dscores + i) : Floats{};
+        total += visible ? weight : Floats{};
+      }
+      delta += total == 0.0f ? Floats{} : sum / total;
+    }
     for (int i = r; i < tile.keys * lanes; i += lanes) {
-      const Floats score = Load(weights + i);
+      const Floats score = Load(weights + i), weight = Weight(score - lse);
       const auto visible = score != -__builtin_inff();  // elsewhere the rest may be NaN
-      const Floats weight = Weight(score - lse);
       Floats ds = weight * (Load(dscores + i) - delta);
       if (slope) ds *= Load(slope + i);
       Store(weights + i, visible ? weight : Floats{});
@@ -548,40 +600,24 @@ void ScoreGradients(const AttentionProblem& p, const ScoreTile& tile, const Quer
   }
 }
 
-template <typename T>
-void StoreRow(const float* from, float factor, int columns, T* to) {
-  int c = 0;
-  for (; c + kLanes <= columns; c += kLanes) Store(to + c, Load(from + c) * factor);
-  if (c < columns) StorePartial(to + c, Load(from + c) * factor, columns - c);
-}
-
 // dkey and dvalue of one part of the keys of one key head, and that part's share of dquery,
 // summed over keys in order.
 template <typename T>
 void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t task, T* dkey,
               T* dvalue) {
   const AttentionBlocks blocks = g.blocks;
-  const int64_t batch = task / g.parts % p.batch, kv_head = task / g.parts / p.batch;
-  const int64_t part = task % g.parts, group = p.heads / p.kv_heads;
+  const int64_t local_head = task / g.parts, part = task % g.parts;
+  const int64_t batch = (g.first_key_head + local_head) / p.kv_heads;
+  const int64_t kv_head = (g.first_key_head + local_head) % p.kv_heads;
+  const int64_t group = p.heads / p.kv_heads;
   const AttentionRow row(p, batch);
   const int ld = Padded(p.head_dim), value_ld = Padded(p.value_dim);
   const int head_dim = int(p.head_dim), value_dim = int(p.value_dim);
 
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
-  const auto operand = [&](int64_t heads, int columns, float factor, int rows) {
-    return Operand<T>{nullptr,        heads * columns, 0,
-                      columns,        factor,          scratch.Take(rows * Padded(columns)),
-                      Padded(columns)};
-  };
-  Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
-  Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);
-  QueryBlock<T> block{operand(p.heads, head_dim, p.scale, blocks.queries),
-                      operand(p.heads, value_dim, 1.0f, blocks.queries),
-                      scratch.Take(blocks.queries * head_dim),
-                      scratch.Take(blocks.queries * value_dim),
-                      scratch.Take(blocks.queries),
-                      scratch.Take(blocks.queries)};
+  Operand<T> k = KeyOperand<T>(p, blocks.keys, head_dim, &scratch);
+  Operand<T> v = KeyOperand<T>(p, blocks.keys, value_dim, &scratch);
   float* dk = scratch.Take(blocks.keys * ld);
   float* dv = scratch.Take(blocks.keys * value_ld);
   float* weights = scratch.Take(blocks.keys * blocks.queries);
@@ -609,18 +645,27 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
     for (int64_t h = 0; h < (keys > 0 ? group : 0); ++h) {
       for (int64_t query = first; query < row.queries; query += blocks.queries) {
         const int rows = int(AtMost(row.queries - query, blocks.queries));
-        const ScoreTile tile{batch, kv_head * group + h, query, key, rows, keys, Padded(rows)};
+        k.rows = int(AtMost(keys, query + rows + row.diagonal - key));
+        if (k.rows <= 0) continue;
+        const ScoreTile tile{batch, kv_head * group + h, query, key, rows, k.rows, Padded(rows)};
         uint32_t seen[2][kMaxQueries];
         const Visible visible = FindVisible(p, row, tile, seen);
         if (visible == kNone) continue;
-        PackQueries(p, g, tile, &block);
-        ScoreGradients(p, tile, block, k, v, visible, seen, weights, dscores, slope);
-        MatMulWeights<false>(kAdd, keys, weights, tile.lanes, block.doutput, dv);
-        MatMulWeights<false>(kAdd, keys, dscores, tile.lanes, block.q, dk);
+        const int64_t index = (local_head * group + h) * g.query_blocks + query / blocks.queries;
+        QueryBlock<T> block = PackedQueries<T>(p, g, tile, index);
+        block.q.finite = block.finite[0] != 0.0f;
+        block.doutput.finite = block.finite[1] != 0.0f;
+        ScoreGradients(p, tile, block, k, v, visible, seen, DeltaFromTile(p, g), weights, dscores,
+                       slope);
+        MatMulWeights<false>(kAdd, k.rows, weights, tile.lanes, block.doutput, dv);
+        MatMulWeights<false>(kAdd, k.rows, dscores, tile.lanes, block.q, dk);
         DropNonFinite(&k);
         MatMulWeights<true>(kAdd, rows, dscores, tile.lanes, k,
                             dquery + h * head_size + query * ld);
-        if (!k.finite) Pack(&k);
+        if (!k.finite) {
+          k.rows = keys;
+          Pack(&k);
+        }
       }
     }
     for (int r = 0; r < size; ++r) {
@@ -692,23 +737,13 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
   const int head_dim = int(p.head_dim), value_dim = int(p.value_dim);
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
-  const auto operand = [&](int64_t heads, int columns, float factor, int rows) {
-    return Operand<T>{nullptr,        heads * columns, 0,
-                      columns,        factor,          scratch.Take(rows * Padded(columns)),
-                      Padded(columns)};
-  };
-  Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
-  Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);
-  QueryBlock<T> block{operand(p.heads, head_dim, p.scale, blocks.queries),
-                      operand(p.heads, value_dim, 1.0f, blocks.queries),
-                      scratch.Take(blocks.queries * head_dim),
-                      scratch.Take(blocks.queries * value_dim),
-                      scratch.Take(blocks.queries),
-                      scratch.Take(blocks.queries)};
+  Operand<T> k = KeyOperand<T>(p, blocks.keys, head_dim, &scratch);
+  Operand<T> v = KeyOperand<T>(p, blocks.keys, value_dim, &scratch);
   const int size = blocks.keys * blocks.queries;
   float* weights = scratch.Take(size);
   float* dscores = scratch.Take(size);
   float* sums = scratch.Take(size);
+  float* queries = scratch.Take(g.query_block_size);
   float* lost = scratch.Take(size);  // what rounding took from the sums, as Kahan has it
   for (int i = 0; i < size; i += kLanes) {
     Store(sums + i, Floats{});
@@ -737,8 +772,10 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
     k.rows = v.rows = keys;
     Pack(&k);
     Pack(&v);
+    QueryBlock<T> block = LocateQueries<T>(p, g, tile, blocks.queries, queries);
     PackQueries(p, g, tile, &block);
-    ScoreGradients(p, tile, block, k, v, visible, seen, weights, dscores, nullptr);
+    ScoreGradients(p, tile, block, k, v, visible, seen, DeltaFromTile(p, g), weights, dscores,
+                   nullptr);
     for (int j = 0; j < keys; ++j) {
       for (int i = 0; i < rows; i += kLanes) {
         const float* from = dscores + j * tile.lanes + i;
