@@ -189,6 +189,12 @@ float* AfterDelta(const AttentionProblem& p, const AttentionGradients& g) {
   return g.delta + FloatBytes({p.batch, p.heads, p.seq_q}) / sizeof(float);
 }
 
+Status CheckServed(const AttentionProblem& p) {
+  if (p.window_left < 0 && p.window_right <= 0 && !p.sink && !p.dropout_threshold) return Ok();
+  return InvalidArgument(
+      "dot_product_attention: a window, a sink and dropout are not implemented on the CPU yet");
+}
+
 template <typename T>
 void ComputeDelta(const Cpu& cpu, const AttentionProblem& p, const AttentionGradients& g) {
   const auto delta = TF_OPS_SIMD(Delta<T>);
@@ -200,15 +206,19 @@ void ComputeDelta(const Cpu& cpu, const AttentionProblem& p, const AttentionGrad
 
 Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView value,
                            TensorView bias, TensorView mask, TensorView query_seq_lengths,
-                           TensorView key_value_seq_lengths, float scale, float soft_cap,
-                           bool is_causal, bool bottom_right, TensorView output, TensorView lse) {
+                           TensorView key_value_seq_lengths, TensorView sink, TensorView seed,
+                           float scale, float soft_cap, bool is_causal, bool bottom_right,
+                           int64_t window_left, int64_t window_right, float dropout_rate,
+                           TensorView output, TensorView lse, TensorView workspace) {
   AttentionProblem p;
   if (Status s =
           DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
-                            scale, soft_cap, is_causal, bottom_right, output, lse, &p);
+                            sink, seed, scale, soft_cap, is_causal, bottom_right, window_left,
+                            window_right, dropout_rate, output, lse, &p);
       !s.ok()) {
     return s;
   }
+  if (Status s = CheckServed(p); !s.ok()) return s;
   return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto task = TF_OPS_SIMD(ForwardTask<T>);
@@ -228,16 +238,23 @@ Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView
 Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, TensorView query,
                                TensorView key, TensorView value, TensorView bias, TensorView mask,
                                TensorView query_seq_lengths, TensorView key_value_seq_lengths,
-                               TensorView output, TensorView lse, float scale, float soft_cap,
-                               bool is_causal, bool bottom_right, TensorView dquery,
-                               TensorView dkey, TensorView dvalue, TensorView workspace) {
+                               TensorView sink, TensorView seed, TensorView output, TensorView lse,
+                               float scale, float soft_cap, bool is_causal, bool bottom_right,
+                               int64_t window_left, int64_t window_right, float dropout_rate,
+                               TensorView dquery, TensorView dkey, TensorView dvalue,
+                               TensorView dsink, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
-                                       soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, sink, seed, output,
+                                       lse, scale, soft_cap, is_causal, bottom_right, window_left,
+                                       window_right, dropout_rate, &p);
       !s.ok()) {
     return s;
   }
+  if (!dsink.SameShapeAndDType(sink)) {
+    return InvalidArgument("dot_product_attention: the gradient of sink must be as sink is");
+  }
+  if (Status s = CheckServed(p); !s.ok()) return s;
   return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
     AttentionGradients g = DescribeGradients(p, doutput, dlse, output, lse, workspace);
@@ -263,7 +280,8 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
 int64_t DotProductAttentionGradCpuWorkspace(TensorView, TensorView, TensorView query,
                                             TensorView key, TensorView value, TensorView,
                                             TensorView, TensorView, TensorView, TensorView,
-                                            TensorView, float, float, bool, bool) {
+                                            TensorView, TensorView, TensorView, float, float, bool,
+                                            bool, int64_t, int64_t, float) {
   if (!HaveRankFour({query, key, value})) return 0;
   const int64_t batch = query.dims[0], seq_q = query.dims[1], heads = query.dims[2];
   const int64_t head_dim = query.dims[3], value_dim = value.dims[3];
@@ -278,16 +296,20 @@ int64_t DotProductAttentionGradCpuWorkspace(TensorView, TensorView, TensorView q
 Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse, TensorView query,
                                    TensorView key, TensorView value, TensorView bias,
                                    TensorView mask, TensorView query_seq_lengths,
-                                   TensorView key_value_seq_lengths, TensorView output,
-                                   TensorView lse, float scale, float soft_cap, bool is_causal,
-                                   bool bottom_right, TensorView dbias, TensorView workspace) {
+                                   TensorView key_value_seq_lengths, TensorView sink,
+                                   TensorView seed, TensorView output, TensorView lse, float scale,
+                                   float soft_cap, bool is_causal, bool bottom_right,
+                                   int64_t window_left, int64_t window_right, float dropout_rate,
+                                   TensorView dbias, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
-                                       soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, sink, seed, output,
+                                       lse, scale, soft_cap, is_causal, bottom_right, window_left,
+                                       window_right, dropout_rate, &p);
       !s.ok()) {
     return s;
   }
+  if (Status s = CheckServed(p); !s.ok()) return s;
   if (!dbias.SameShapeAndDType(bias)) {
     return InvalidArgument("dot_product_attention: dbias must have the shape of bias");
   }
@@ -317,7 +339,8 @@ Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse,
 int64_t DotProductAttentionBiasGradCpuWorkspace(TensorView, TensorView, TensorView query,
                                                 TensorView key, TensorView value, TensorView bias,
                                                 TensorView, TensorView, TensorView, TensorView,
-                                                TensorView, float, float, bool, bool) {
+                                                TensorView, TensorView, TensorView, float, float,
+                                                bool, bool, int64_t, int64_t, float) {
   if (!HaveRankFour({query, key, value, bias})) return 0;
   const int64_t head_dim = query.dims[3], value_dim = value.dims[3];
   if (head_dim > kMaxHeadDim || value_dim > kMaxHeadDim) return 0;
