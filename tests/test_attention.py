@@ -823,6 +823,8 @@ def test_raw_op_checks_its_inputs():
         mask=no_mask,
         query_seq_lengths=lengths,
         key_value_seq_lengths=no_lengths,
+        sink=none,
+        seed=tf.constant([], tf.int64),
         scale=1.0,
     )
     assert run(no_lengths).output.shape == [2, 5, 4, 6]

@@ -44,6 +44,12 @@ Status DispatchSm90(DType dtype, const AttentionProblem& p, F&& f) {
   });
 }
 
+Status CheckServed(const AttentionProblem& p) {
+  if (p.window_left < 0 && p.window_right <= 0 && !p.sink && !p.dropout_threshold) return Ok();
+  return InvalidArgument(
+      "dot_product_attention: a window, a sink and dropout are not implemented on the GPU yet");
+}
+
 char* AlignedData(const TensorView& workspace) {
   return reinterpret_cast<char*>(AlignedBytes(reinterpret_cast<uintptr_t>(workspace.data)));
 }
@@ -75,15 +81,19 @@ bool ServesSm90(const AttentionProblem& p, DType dtype, int largest_head_dim,
 
 Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView value,
                            TensorView bias, TensorView mask, TensorView query_seq_lengths,
-                           TensorView key_value_seq_lengths, float scale, float soft_cap,
-                           bool is_causal, bool bottom_right, TensorView output, TensorView lse) {
+                           TensorView key_value_seq_lengths, TensorView sink, TensorView seed,
+                           float scale, float soft_cap, bool is_causal, bool bottom_right,
+                           int64_t window_left, int64_t window_right, float dropout_rate,
+                           TensorView output, TensorView lse, TensorView workspace) {
   AttentionProblem p;
   if (Status s =
           DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
-                            scale, soft_cap, is_causal, bottom_right, output, lse, &p);
+                            sink, seed, scale, soft_cap, is_causal, bottom_right, window_left,
+                            window_right, dropout_rate, output, lse, &p);
       !s.ok()) {
     return s;
   }
+  if (Status s = CheckServed(p); !s.ok()) return s;
   if (ServesSm90(p, query.dtype, 256, {query.data, key.data, value.data, output.data})) {
     return DispatchSm90<64, 128, 256>(query.dtype, p, [&](auto zero, auto dim) {
       using T = decltype(zero);
@@ -98,16 +108,23 @@ Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView
 Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, TensorView query,
                                TensorView key, TensorView value, TensorView bias, TensorView mask,
                                TensorView query_seq_lengths, TensorView key_value_seq_lengths,
-                               TensorView output, TensorView lse, float scale, float soft_cap,
-                               bool is_causal, bool bottom_right, TensorView dquery,
-                               TensorView dkey, TensorView dvalue, TensorView workspace) {
+                               TensorView sink, TensorView seed, TensorView output, TensorView lse,
+                               float scale, float soft_cap, bool is_causal, bool bottom_right,
+                               int64_t window_left, int64_t window_right, float dropout_rate,
+                               TensorView dquery, TensorView dkey, TensorView dvalue,
+                               TensorView dsink, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
-                                       soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, sink, seed, output,
+                                       lse, scale, soft_cap, is_causal, bottom_right, window_left,
+                                       window_right, dropout_rate, &p);
       !s.ok()) {
     return s;
   }
+  if (!dsink.SameShapeAndDType(sink)) {
+    return InvalidArgument("dot_product_attention: the gradient of sink must be as sink is");
+  }
+  if (Status s = CheckServed(p); !s.ok()) return s;
   if (ServesSm90(
           p, query.dtype, 128,
           {query.data, key.data, value.data, doutput.data, dquery.data, dkey.data, dvalue.data})) {
@@ -134,16 +151,20 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
 Status DotProductAttentionBiasGrad(Gpu gpu, TensorView doutput, TensorView dlse, TensorView query,
                                    TensorView key, TensorView value, TensorView bias,
                                    TensorView mask, TensorView query_seq_lengths,
-                                   TensorView key_value_seq_lengths, TensorView output,
-                                   TensorView lse, float scale, float soft_cap, bool is_causal,
-                                   bool bottom_right, TensorView dbias, TensorView workspace) {
+                                   TensorView key_value_seq_lengths, TensorView sink,
+                                   TensorView seed, TensorView output, TensorView lse, float scale,
+                                   float soft_cap, bool is_causal, bool bottom_right,
+                                   int64_t window_left, int64_t window_right, float dropout_rate,
+                                   TensorView dbias, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
-                                       soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, sink, seed, output,
+                                       lse, scale, soft_cap, is_causal, bottom_right, window_left,
+                                       window_right, dropout_rate, &p);
       !s.ok()) {
     return s;
   }
+  if (Status s = CheckServed(p); !s.ok()) return s;
   if (!bias.present() || !dbias.SameShapeAndDType(bias)) {
     return InvalidArgument("dot_product_attention: the gradient of bias must be as bias is");
   }

@@ -12,7 +12,11 @@ from tf_ops._operation import operation
 
 _DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 MAX_HEAD_DIM = 256
-_ATTRIBUTES = ("scale", "soft_cap", "is_causal", "bottom_right")
+_ATTRIBUTES = ("scale", "soft_cap", "is_causal", "bottom_right") + (
+    "window_left",
+    "window_right",
+    "dropout_rate",
+)
 
 
 @operation
@@ -100,6 +104,8 @@ def dot_product_attention(
         mask=_broadcastable("mask", mask, tf.bool),
         query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, query),
         key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, query),
+        sink=tf.constant([], tf.float32),
+        seed=tf.constant([], tf.int64),
         scale=scale,
         soft_cap=float(attn_logits_soft_cap or 0.0),
         is_causal=bool(is_causal),
@@ -213,14 +219,15 @@ def _gradient(op, doutput, dlse):
         dlse = tf.constant([], tf.float32)
     tensors = (doutput, dlse, *op.inputs, *op.outputs)
     attributes = {name: op.get_attr(name) for name in _ATTRIBUTES}
-    gradients = list(library.tf_ops_dot_product_attention_grad(*tensors, **attributes))
+    *gradients, dsink = library.tf_ops_dot_product_attention_grad(*tensors, **attributes)
     # In a graph an op whose result is not used never runs.
     unused = getattr(op, "skip_input_indices", None) or ()
     if op.inputs[3].shape.rank == 1 or 3 in unused:
         gradients.append(None)
     else:
         gradients.append(library.tf_ops_dot_product_attention_bias_grad(*tensors, **attributes))
-    return gradients + [None, None, None]
+    dsink = None if op.inputs[7].shape == [0] else dsink
+    return gradients + [None, None, None, dsink, None]
 
 
 def _is_zeros(x):
