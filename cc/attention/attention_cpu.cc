@@ -15,7 +15,7 @@ constexpr int kPad = 16;          // the widest vector
 constexpr int kMaxQueries = 64;   // of a tile of scores: four of the widest vectors
 constexpr int kMaxKeys = 64;      // of a tile of scores: the bits of a word
 constexpr int kScratch = 61440;   // floats on the stack of a task; the tiles fit a core's cache
-constexpr int kFewestTasks = 32;  // below it sums are split, at the cost of memory
+constexpr int kFewestTasks = 16;  // below it sums are split, at the cost of memory
 constexpr int64_t kPackedFloats = 1 << 24;  // of queries at once, unless the tasks are too few
 
 constexpr int Padded(int64_t size) { return int((size + kPad - 1) / kPad * kPad); }

@@ -106,8 +106,6 @@ void Pack(Operand<T>* operand) {
     const T* from = operand->source + r * operand->stride;
     float* to = operand->block + int64_t{r} * operand->ld;
     for (int c = 0; c < operand->ld; c += kLanes) {
-      // What the next block takes from here; rows of one head are far apart.
-      __builtin_prefetch(from + operand->rows * operand->stride + c);
       Floats x{};
       if (c < whole) {
         x = Load(from + c) * operand->factor;
@@ -121,6 +119,16 @@ void Pack(Operand<T>* operand) {
   }
   operand->finite = true;
   for (int i = 0; i < kLanes; ++i) operand->finite &= largest[i] < 0x7f800000;
+}
+
+// Asks for rows [begin, end) of the block that follows: those of one head are far apart.
+template <typename T>
+void PrefetchNext(const Operand<T>& operand, int begin, int end) {
+  for (int r = begin; r < end; ++r) {
+    const T* row = operand.source + (operand.rows + r) * operand.stride;
+    for (int c = 0; c < operand.columns; c += int(64 / sizeof(T)))
+      __builtin_prefetch(row + c, 0, 2);
+  }
 }
 
 template <typename T>
@@ -517,6 +525,8 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
         packed = true;
       }
       Scores<T>(p, tile, qt + g * p.head_dim, k.block, k.ld, visible, seen, scores, nullptr);
+      PrefetchNext(k, keys * g / rows, keys * (g + group_rows) / rows);
+      PrefetchNext(v, keys * g / rows, keys * (g + group_rows) / rows);
       UpdateSoftmax(tile, scores, peak + g, total + g, shrink);
       if (p.dropout_threshold) {
         KeyBits kept;
@@ -706,10 +716,10 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
 
   const int64_t head_size = p.seq_q * ld;
   float* dquery = g.dquery + ((part * p.batch + batch) * p.heads + kv_head * group) * head_size;
-  for (int64_t i = 0; i < group * head_size; i += kLanes) Store(dquery + i, Floats{});
 
-  const int64_t key_end = AtMost((part + 1) * g.part_keys, p.seq_k);
-  for (int64_t key = part * g.part_keys; key < key_end; key += blocks.keys) {
+  const int64_t key_begin = part * g.part_keys, key_end = AtMost(key_begin + g.part_keys, p.seq_k);
+  for (int64_t key = key_begin; key < key_end || key == key_begin; key += blocks.keys) {
+    const bool set = key == key_begin;  // dquery, of all queries; later blocks add to it
     const int size = int(AtMost(key_end - key, blocks.keys));
     const int keys = int(AtLeast(AtMost(row.keys - key, size), 0));
     const int64_t at = (batch * p.seq_k + key) * p.kv_heads + kv_head;
@@ -721,16 +731,24 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
     for (int i = 0; i < size * ld; i += kLanes) Store(dk + i, Floats{});
     for (int i = 0; i < size * value_ld; i += kLanes) Store(dv + i, Floats{});
 
-    const int64_t first = AtLeast(key - row.high, 0) / blocks.queries * blocks.queries;
-    const int64_t last = AtMost(row.queries, key + keys - row.low);
-    for (int64_t h = 0; h < (keys > 0 ? group : 0); ++h) {
+    const int64_t first = set ? 0 : AtLeast(key - row.high, 0) / blocks.queries * blocks.queries;
+    const int64_t last = set         ? p.seq_q
+                         : keys == 0 ? first
+                                     : AtMost(row.queries, key + keys - row.low);
+    for (int64_t h = 0; h < group; ++h) {
       for (int64_t query = first; query < last; query += blocks.queries) {
-        const int rows = int(AtMost(row.queries - query, blocks.queries));
-        k.rows = int(AtMost(keys, query + rows + row.high - key));
-        if (k.rows <= 0) continue;
+        const int rows = int(AtLeast(AtMost(row.queries - query, blocks.queries), 0));
+        k.rows = int(AtLeast(AtMost(keys, query + rows + row.high - key), 0));
         const ScoreTile tile{batch, kv_head * group + h, query, key, rows, k.rows, Padded(rows)};
         KeyBits seen;
-        const Visible visible = FindVisible(p, row, tile, seen);
+        const Visible visible = rows > 0 && k.rows > 0 ? FindVisible(p, row, tile, seen) : kNone;
+        float* dq = dquery + h * head_size + query * ld;
+        if (set) {
+          const int64_t end = AtMost(p.seq_q - query, blocks.queries) * ld;
+          for (int64_t i = visible == kNone ? 0 : rows * ld; i < end; i += kLanes) {
+            Store(dq + i, Floats{});
+          }
+        }
         if (visible == kNone) continue;
         const int64_t index = (local_head * group + h) * g.query_blocks + query / blocks.queries;
         QueryBlock<T> block = PackedQueries<T>(p, g, tile, index);
@@ -740,8 +758,7 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
         MatMulWeights<false>(kAdd, k.rows, weights, tile.lanes, block.doutput, dv);
         MatMulWeights<false>(kAdd, k.rows, dscores, tile.lanes, block.q, dk);
         DropNonFinite(&k);
-        MatMulWeights<true>(kAdd, rows, dscores, tile.lanes, k,
-                            dquery + h * head_size + query * ld);
+        MatMulWeights<true>(set ? kSet : kAdd, rows, dscores, tile.lanes, k, dq);
         if (!k.finite) {
           k.rows = keys;
           Pack(&k);
