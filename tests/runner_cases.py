@@ -72,8 +72,10 @@ def attention_case(
             rng.random(mask) < 0.7 if mask else ABSENT.astype(bool),
             rng.integers(0, seq_q + 1, batch, np.int32) if lengths else ABSENT.astype(np.int32),
             rng.integers(0, seq_k + 1, batch, np.int32) if lengths else ABSENT.astype(np.int32),
+            ABSENT,
+            ABSENT.astype(np.int64),
         ]
-        attributes = [max(head_dim, 1) ** -0.5, soft_cap, is_causal, bottom_right]
+        attributes = [max(head_dim, 1) ** -0.5, soft_cap, is_causal, bottom_right, -1, -1, 0.0]
         inputs = [query, key, value, *options]
         outputs = [(output, dtype), (lse, np.float32)]
         results, problem = compare(
@@ -81,7 +83,7 @@ def attention_case(
         )
         dlse = rng.standard_normal(lse).astype(np.float32) if lse_gradient else ABSENT
         inputs = [normal(*output), dlse, *inputs, *results]
-        outputs = [(x.shape, dtype) for x in (query, key, value)]
+        outputs = [(x.shape, dtype) for x in (query, key, value)] + [(options[4].shape, np.float32)]
         problem += compare(
             kernels, gpu, repeat, "TfOps>DotProductAttentionGrad", inputs, attributes, outputs
         )[1]

@@ -28,6 +28,7 @@ DTYPES = {  # tf_ops::DType
     torch.float16: 2,
     torch.bfloat16: 3,
     torch.int32: 4,
+    torch.int64: 5,
     torch.bool: 6,
     torch.uint8: 7,
 }
@@ -115,6 +116,9 @@ class Case:
             repr(self.soft_cap).encode(),
             b"%d" % self.causal,
             b"%d" % self.bottom_right,
+            b"-1",
+            b"-1",
+            b"0",
         ]
 
     @property
@@ -231,9 +235,12 @@ class Check:
         attributes, library = case.attributes, self.library
         inputs = [q, k, v, optional(bias, case.dtype), optional(mask, torch.bool)]
         inputs += [optional(q_len, torch.int32), optional(k_len, torch.int32)]
+        inputs += [optional(None, torch.float32), optional(None, torch.int64)]
         output = make((case.batch, case.seq_q, case.heads, case.value_dim), case.dtype)
         lse = make((case.batch, case.heads, case.seq_q), torch.float32)
-        library.call(b"TfOps>DotProductAttention", inputs, attributes, [output, lse])()
+        op = b"TfOps>DotProductAttention"
+        workspace = library.workspace(op, inputs, attributes)
+        library.call(op, inputs, attributes, [output, lse, workspace])()
         inputs = [do, optional(dlse, torch.float32), *inputs, output, lse]
         results = [output, lse]
         for op, like in (
@@ -243,9 +250,10 @@ class Check:
             if not like:
                 continue
             outputs = [make(t.shape, case.dtype) for t in like]
+            dsink = [absent.float()] * op.endswith(b"nGrad")
             workspace = library.workspace(op, inputs, attributes)
             # An op without a workspace still has its parameter.
-            library.call(op, inputs, attributes, [*outputs, workspace])()
+            library.call(op, inputs, attributes, [*outputs, *dsink, workspace])()
             results += outputs
         return results
 
@@ -507,12 +515,15 @@ def contenders(library, batch, heads, seq, dim, causal):
     grads = [torch.empty_like(q) for _ in range(3)]
     absent = [torch.empty(0, dtype=t, device="cuda") for t in (torch.bfloat16, torch.bool)]
     absent += [torch.empty(0, dtype=torch.int32, device="cuda") for _ in range(2)]
-    attributes = [repr(dim**-0.5).encode(), b"0", b"%d" % causal, b"0"]
+    absent += [torch.empty(0, dtype=t, device="cuda") for t in (torch.float32, torch.int64)]
+    attributes = [repr(dim**-0.5).encode(), b"0", b"%d" % causal, b"0", b"-1", b"-1", b"0"]
     inputs = [q, k, v, *absent]
     op = b"TfOps>DotProductAttention"
-    forward = library.call(op, inputs, attributes, [output, lse])
+    workspace = library.workspace(op, inputs, attributes)
+    forward = library.call(op, inputs, attributes, [output, lse, workspace])
     forward()
     inputs = [do, torch.empty(0, device="cuda"), *inputs, output, lse]
+    grads.append(absent[-2])  # that of the sink
     workspace = library.workspace(op + b"Grad", inputs, attributes)
     result = {
         "tf_ops": (forward, library.call(op + b"Grad", inputs, attributes, [*grads, workspace]))

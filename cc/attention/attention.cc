@@ -10,6 +10,8 @@
 namespace tf_ops {
 namespace {
 
+constexpr double kTwoTo32 = 4294967296.0;
+
 Status Error(const std::string& message) {
   return InvalidArgument("dot_product_attention: " + message);
 }
@@ -60,9 +62,11 @@ Status CheckLengths(const char* name, const TensorView& lengths, int64_t batch) 
 Status DescribeAttention(const TensorView& query, const TensorView& key, const TensorView& value,
                          const TensorView& bias, const TensorView& mask,
                          const TensorView& query_seq_lengths,
-                         const TensorView& key_value_seq_lengths, float scale, float soft_cap,
-                         bool is_causal, bool bottom_right, const TensorView& output,
-                         const TensorView& lse, AttentionProblem* problem) {
+                         const TensorView& key_value_seq_lengths, const TensorView& sink,
+                         const TensorView& seed, float scale, float soft_cap, bool is_causal,
+                         bool bottom_right, int64_t window_left, int64_t window_right,
+                         float dropout_rate, const TensorView& output, const TensorView& lse,
+                         AttentionProblem* problem) {
   if (query.rank != 4 || key.rank != 4 || value.rank != 4) {
     return Error("query, key and value must have rank 4; they are " + ShapeOf(query) + ", " +
                  ShapeOf(key) + " and " + ShapeOf(value));
@@ -110,6 +114,21 @@ Status DescribeAttention(const TensorView& query, const TensorView& key, const T
   if (Status s = CheckLengths("key_value_seq_lengths", key_value_seq_lengths, p.batch); !s.ok()) {
     return s;
   }
+  if (sink.present() && (sink.dtype != DType::kFloat32 || !HasShape(sink, {p.heads}))) {
+    return Error("sink is " + ShapeOf(sink) + "; it must be float32 [" + std::to_string(p.heads) +
+                 "], the heads of query");
+  }
+  if (!(dropout_rate >= 0.0f && dropout_rate < 1.0f)) {
+    return Error("dropout_rate is " + std::to_string(dropout_rate) + "; it must be in [0, 1)");
+  }
+  if (dropout_rate > 0.0f && !seed.present()) return Error("a dropout_rate wants a seed");
+  if (seed.present() && (seed.dtype != DType::kInt64 || !HasShape(seed, {2}))) {
+    return Error("seed is " + ShapeOf(seed) + "; it must be int64 [2]");
+  }
+  if (window_left < -1 || window_right < -1) {
+    return Error("the window is (" + std::to_string(window_left) + ", " +
+                 std::to_string(window_right) + "); -1, which hides nothing, is the least");
+  }
   if (!HasShape(output, {p.batch, p.seq_q, p.heads, p.value_dim}) ||
       !HasShape(lse, {p.batch, p.heads, p.seq_q}) || lse.dtype != DType::kFloat32) {
     return Error("output is " + ShapeOf(output) + " and lse " + ShapeOf(lse) +
@@ -130,8 +149,16 @@ Status DescribeAttention(const TensorView& query, const TensorView& key, const T
       key_value_seq_lengths.present() ? key_value_seq_lengths.as<const int32_t>() : nullptr;
   p.scale = std::isnan(scale) ? 1.0f / std::sqrt(float(std::max<int64_t>(p.head_dim, 1))) : scale;
   p.soft_cap = soft_cap;
-  p.is_causal = is_causal;
   p.bottom_right = bottom_right;
+  // A window over the whole of a sequence is none.
+  p.window_left = window_left < (bottom_right ? p.seq_k : p.seq_q) ? window_left : -1;
+  p.window_right = window_right < (bottom_right ? p.seq_q : p.seq_k) ? window_right : -1;
+  if (is_causal) p.window_right = 0;
+  p.is_causal = p.window_right == 0;
+  p.sink = sink.present() ? sink.as<const float>() : nullptr;
+  p.dropout_threshold = uint32_t(std::llround(double(dropout_rate) * kTwoTo32));
+  p.keep_scale = float(kTwoTo32 / (kTwoTo32 - double(p.dropout_threshold)));
+  p.seed = p.dropout_threshold ? seed.as<const int64_t>() : nullptr;
   return Ok();
 }
 
@@ -139,12 +166,15 @@ Status DescribeAttentionGrad(const TensorView& doutput, const TensorView& dlse,
                              const TensorView& query, const TensorView& key,
                              const TensorView& value, const TensorView& bias,
                              const TensorView& mask, const TensorView& query_seq_lengths,
-                             const TensorView& key_value_seq_lengths, const TensorView& output,
+                             const TensorView& key_value_seq_lengths, const TensorView& sink,
+                             const TensorView& seed, const TensorView& output,
                              const TensorView& lse, float scale, float soft_cap, bool is_causal,
-                             bool bottom_right, AttentionProblem* problem) {
+                             bool bottom_right, int64_t window_left, int64_t window_right,
+                             float dropout_rate, AttentionProblem* problem) {
   if (Status s =
           DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
-                            scale, soft_cap, is_causal, bottom_right, output, lse, problem);
+                            sink, seed, scale, soft_cap, is_causal, bottom_right, window_left,
+                            window_right, dropout_rate, output, lse, problem);
       !s.ok()) {
     return s;
   }
@@ -157,19 +187,32 @@ Status DescribeAttentionGrad(const TensorView& doutput, const TensorView& dlse,
   return Ok();
 }
 
+int64_t DotProductAttentionCpuWorkspace(TensorView, TensorView, TensorView, TensorView, TensorView,
+                                        TensorView, TensorView, TensorView, TensorView, float,
+                                        float, bool, bool, int64_t, int64_t, float) {
+  return 0;
+}
+
+int64_t DotProductAttentionGpuWorkspace(TensorView, TensorView, TensorView, TensorView, TensorView,
+                                        TensorView, TensorView, TensorView, TensorView, float,
+                                        float, bool, bool, int64_t, int64_t, float) {
+  return 0;
+}
+
 int64_t DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView,
                                             TensorView, TensorView, TensorView, TensorView,
-                                            TensorView, TensorView, TensorView lse, float, float,
-                                            bool, bool) {
-  // Whole tiles of 128 rows, as attention_sm90_backward.cuh wants them.
-  const int64_t rows = lse.dims[0] * lse.dims[1] * ((lse.dims[2] + 127) / 128 * 128);
-  return 16 + rows * int64_t(sizeof(AttentionRow));
+                                            TensorView, TensorView sink, TensorView, TensorView,
+                                            TensorView lse, float, float, bool, bool, int64_t,
+                                            int64_t, float) {
+  const int64_t sink_terms = sink.present() ? lse.size() * int64_t(sizeof(float)) : 0;
+  return 16 + GradRowsBytes(lse.dims[0], lse.dims[1], lse.dims[2]) + sink_terms;
 }
 
 int64_t DotProductAttentionBiasGradGpuWorkspace(TensorView, TensorView, TensorView query,
                                                 TensorView key, TensorView, TensorView bias,
                                                 TensorView, TensorView, TensorView, TensorView,
-                                                TensorView lse, float, float, bool, bool) {
+                                                TensorView, TensorView, TensorView lse, float,
+                                                float, bool, bool, int64_t, int64_t, float) {
   const int64_t rows = AlignedBytes(lse.size() * int64_t(sizeof(AttentionRow)));
   const int64_t bias_dims[4] = {bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]};
   const int64_t scores_dims[4] = {query.dims[0], query.dims[2], query.dims[1], key.dims[1]};

@@ -3,8 +3,9 @@
 //
 //   float32                                     attention_simt.cuh
 //   float16, bfloat16                           attention_sm80.cuh
-//     on sm_90: no bias, mask or soft cap,
-//     16-byte rows; gradients: head_dim <= 128  attention_sm90_forward.cuh, _backward.cuh
+//     on sm_90: no bias, mask, soft cap,
+//     window, sink or dropout, 16-byte rows;
+//     gradients: head_dim <= 128                attention_sm90_forward.cuh, _backward.cuh
 //   the gradient of the bias                    attention_simt.cuh, attention_sm80_grad.cuh
 #include "cc/attention/attention_gpu.h"
 #include "cc/attention/attention_pairs.cuh"
@@ -54,6 +55,7 @@ bool ServesSm90(const AttentionProblem& p, DType dtype, int largest_head_dim,
                 std::initializer_list<const void*> data) {
   if (!TF_OPS_SM90A || dtype == DType::kFloat32) return false;
   if (p.bias || p.mask || p.soft_cap != 0.0f) return false;
+  if (p.sink || p.dropout_threshold || p.window_left >= 0 || p.window_right > 0) return false;
   if (!(p.scale > 0.0f && p.scale <= 3e38f)) return false;  // the maximum is taken unscaled
   // The copy engine takes rows of 16-byte multiples at 16-byte addresses.
   const int64_t dim = std::max(p.head_dim, p.value_dim);
@@ -75,12 +77,15 @@ bool ServesSm90(const AttentionProblem& p, DType dtype, int largest_head_dim,
 
 Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView value,
                            TensorView bias, TensorView mask, TensorView query_seq_lengths,
-                           TensorView key_value_seq_lengths, float scale, float soft_cap,
-                           bool is_causal, bool bottom_right, TensorView output, TensorView lse) {
+                           TensorView key_value_seq_lengths, TensorView sink, TensorView seed,
+                           float scale, float soft_cap, bool is_causal, bool bottom_right,
+                           int64_t window_left, int64_t window_right, float dropout_rate,
+                           TensorView output, TensorView lse, TensorView workspace) {
   AttentionProblem p;
   if (Status s =
           DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
-                            scale, soft_cap, is_causal, bottom_right, output, lse, &p);
+                            sink, seed, scale, soft_cap, is_causal, bottom_right, window_left,
+                            window_right, dropout_rate, output, lse, &p);
       !s.ok()) {
     return s;
   }
@@ -98,15 +103,21 @@ Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView
 Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, TensorView query,
                                TensorView key, TensorView value, TensorView bias, TensorView mask,
                                TensorView query_seq_lengths, TensorView key_value_seq_lengths,
-                               TensorView output, TensorView lse, float scale, float soft_cap,
-                               bool is_causal, bool bottom_right, TensorView dquery,
-                               TensorView dkey, TensorView dvalue, TensorView workspace) {
+                               TensorView sink, TensorView seed, TensorView output, TensorView lse,
+                               float scale, float soft_cap, bool is_causal, bool bottom_right,
+                               int64_t window_left, int64_t window_right, float dropout_rate,
+                               TensorView dquery, TensorView dkey, TensorView dvalue,
+                               TensorView dsink, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
-                                       soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, sink, seed, output,
+                                       lse, scale, soft_cap, is_causal, bottom_right, window_left,
+                                       window_right, dropout_rate, &p);
       !s.ok()) {
     return s;
+  }
+  if (!dsink.SameShapeAndDType(sink)) {
+    return InvalidArgument("dot_product_attention: the gradient of sink must be as sink is");
   }
   if (ServesSm90(
           p, query.dtype, 128,
@@ -125,6 +136,12 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
   g.lse = lse.as<const float>();
   g.dlse = dlse.present() ? dlse.as<const float>() : nullptr;
   g.rows = reinterpret_cast<AttentionRow*>(AlignedData(workspace));
+  if (p.sink) {
+    // After the rows: DotProductAttentionGradGpuWorkspace.
+    g.sink_terms =
+        reinterpret_cast<float*>(AlignedData(workspace) + GradRowsBytes(p.batch, p.heads, p.seq_q));
+    g.dsink = dsink.as<float>();
+  }
   g.dquery = dquery.data;
   g.dkey = dkey.data;
   g.dvalue = dvalue.data;
@@ -134,13 +151,16 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
 Status DotProductAttentionBiasGrad(Gpu gpu, TensorView doutput, TensorView dlse, TensorView query,
                                    TensorView key, TensorView value, TensorView bias,
                                    TensorView mask, TensorView query_seq_lengths,
-                                   TensorView key_value_seq_lengths, TensorView output,
-                                   TensorView lse, float scale, float soft_cap, bool is_causal,
-                                   bool bottom_right, TensorView dbias, TensorView workspace) {
+                                   TensorView key_value_seq_lengths, TensorView sink,
+                                   TensorView seed, TensorView output, TensorView lse, float scale,
+                                   float soft_cap, bool is_causal, bool bottom_right,
+                                   int64_t window_left, int64_t window_right, float dropout_rate,
+                                   TensorView dbias, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
-                                       soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, sink, seed, output,
+                                       lse, scale, soft_cap, is_causal, bottom_right, window_left,
+                                       window_right, dropout_rate, &p);
       !s.ok()) {
     return s;
   }

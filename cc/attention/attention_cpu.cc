@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "cc/attention/attention.h"
+#include "cc/attention/attention_dropout.h"
 #include "cc/common/cpu.h"
 
 namespace tf_ops {
@@ -14,7 +15,7 @@ constexpr int kPad = 16;          // the widest vector
 constexpr int kMaxQueries = 64;   // of a tile of scores: four of the widest vectors
 constexpr int kMaxKeys = 64;      // of a tile of scores: the bits of a word
 constexpr int kScratch = 61440;   // floats on the stack of a task; the tiles fit a core's cache
-constexpr int kFewestTasks = 32;  // below it sums are split, at the cost of memory
+constexpr int kFewestTasks = 16;  // below it sums are split, at the cost of memory
 constexpr int64_t kPackedFloats = 1 << 24;  // of queries at once, unless the tasks are too few
 
 constexpr int Padded(int64_t size) { return int((size + kPad - 1) / kPad * kPad); }
@@ -22,18 +23,19 @@ constexpr int64_t AtMost(int64_t x, int64_t limit) { return x < limit ? x : limi
 constexpr int64_t AtLeast(int64_t x, int64_t limit) { return x > limit ? x : limit; }
 constexpr int64_t Blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
 
-// What a batch row allows: query i < queries sees keys j < keys, j <= i + diagonal.
+// What a batch row allows: query i < queries sees keys j < keys, low <= j - i <= high.
 struct AttentionRow {
   AttentionRow(const AttentionProblem& p, int64_t batch)
       : queries(Length(p.query_seq_lengths, batch, p.seq_q)),
-        keys(Length(p.key_value_seq_lengths, batch, p.seq_k)),
-        diagonal(!p.is_causal     ? keys
-                 : p.bottom_right ? keys - queries
-                                  : 0) {}
+        keys(Length(p.key_value_seq_lengths, batch, p.seq_k)) {
+    const int64_t offset = p.bottom_right ? keys - queries : 0;
+    low = p.window_left < 0 ? -queries : offset - p.window_left;
+    high = p.window_right < 0 ? keys : offset + p.window_right;
+  }
   static int64_t Length(const int32_t* lengths, int64_t batch, int64_t size) {
     return lengths ? AtLeast(AtMost(lengths[batch], size), 0) : size;
   }
-  int64_t queries, keys, diagonal;
+  int64_t queries, keys, low, high;
 };
 
 // How many queries and keys a task holds at once.
@@ -200,8 +202,10 @@ BiasTiles DivideBias(const TensorView& query, const TensorView& key, const Tenso
 
 // Cycles for matrix products over [queries, keys], `dims` multiply-adds for each pair.
 int64_t Cycles(const AttentionProblem& p, int64_t queries, int64_t keys, int64_t dims) {
-  const double cycles = double(queries) * double(keys) * double(dims + 32) / 16;
-  return int64_t(cycles / (p.is_causal ? 2 : 1)) + 1000;
+  const double window = double(p.window_left < 0 ? keys : p.window_left) +
+                        double(p.window_right < 0 ? keys : p.window_right) + double(queries);
+  const double seen = p.is_causal && p.window_left < 0 ? double(keys) / 2 : double(keys);
+  return int64_t(double(queries) * (seen < window ? seen : window) * double(dims + 32) / 16) + 1000;
 }
 
 void SetGradients(const TensorView& doutput, const TensorView& dlse, const TensorView& output,
@@ -216,12 +220,15 @@ void SetGradients(const TensorView& doutput, const TensorView& dlse, const Tenso
 
 Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView value,
                            TensorView bias, TensorView mask, TensorView query_seq_lengths,
-                           TensorView key_value_seq_lengths, float scale, float soft_cap,
-                           bool is_causal, bool bottom_right, TensorView output, TensorView lse) {
+                           TensorView key_value_seq_lengths, TensorView sink, TensorView seed,
+                           float scale, float soft_cap, bool is_causal, bool bottom_right,
+                           int64_t window_left, int64_t window_right, float dropout_rate,
+                           TensorView output, TensorView lse, TensorView workspace) {
   AttentionProblem p;
   if (Status s =
           DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
-                            scale, soft_cap, is_causal, bottom_right, output, lse, &p);
+                            sink, seed, scale, soft_cap, is_causal, bottom_right, window_left,
+                            window_right, dropout_rate, output, lse, &p);
       !s.ok()) {
     return s;
   }
@@ -244,15 +251,21 @@ Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView
 Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, TensorView query,
                                TensorView key, TensorView value, TensorView bias, TensorView mask,
                                TensorView query_seq_lengths, TensorView key_value_seq_lengths,
-                               TensorView output, TensorView lse, float scale, float soft_cap,
-                               bool is_causal, bool bottom_right, TensorView dquery,
-                               TensorView dkey, TensorView dvalue, TensorView workspace) {
+                               TensorView sink, TensorView seed, TensorView output, TensorView lse,
+                               float scale, float soft_cap, bool is_causal, bool bottom_right,
+                               int64_t window_left, int64_t window_right, float dropout_rate,
+                               TensorView dquery, TensorView dkey, TensorView dvalue,
+                               TensorView dsink, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
-                                       soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, sink, seed, output,
+                                       lse, scale, soft_cap, is_causal, bottom_right, window_left,
+                                       window_right, dropout_rate, &p);
       !s.ok()) {
     return s;
+  }
+  if (!dsink.SameShapeAndDType(sink)) {
+    return InvalidArgument("dot_product_attention: the gradient of sink must be as sink is");
   }
   return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -281,6 +294,14 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
     const auto sum = TF_OPS_SIMD(SumQueryParts<T>);
     cpu.ParallelFor(p.batch * p.seq_q * p.heads, g.parts * p.head_dim / 4 + 20,
                     [&](int64_t begin, int64_t end) { sum(p, g, begin, end, dquery.as<T>()); });
+    if (!p.sink) return Ok();
+    const auto sink_task = TF_OPS_SIMD(SinkGradTask<T>);
+    cpu.ParallelFor(p.heads, p.batch * p.seq_q * (p.value_dim / 8 + 50),
+                    [&](int64_t begin, int64_t end) {
+                      for (int64_t head = begin; head < end; ++head) {
+                        dsink.as<float>()[head] = sink_task(p, g, head);
+                      }
+                    });
     return Ok();
   });
 }
@@ -288,7 +309,8 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
 int64_t DotProductAttentionGradCpuWorkspace(TensorView, TensorView, TensorView query,
                                             TensorView key, TensorView value, TensorView,
                                             TensorView, TensorView, TensorView, TensorView,
-                                            TensorView, float, float, bool, bool) {
+                                            TensorView, TensorView, TensorView, float, float, bool,
+                                            bool, int64_t, int64_t, float) {
   if (!HaveRankFour({query, key, value})) return 0;
   if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return 0;
   const AttentionGradients g = DivideGradients(query, key, value);
@@ -300,13 +322,16 @@ int64_t DotProductAttentionGradCpuWorkspace(TensorView, TensorView, TensorView q
 Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse, TensorView query,
                                    TensorView key, TensorView value, TensorView bias,
                                    TensorView mask, TensorView query_seq_lengths,
-                                   TensorView key_value_seq_lengths, TensorView output,
-                                   TensorView lse, float scale, float soft_cap, bool is_causal,
-                                   bool bottom_right, TensorView dbias, TensorView workspace) {
+                                   TensorView key_value_seq_lengths, TensorView sink,
+                                   TensorView seed, TensorView output, TensorView lse, float scale,
+                                   float soft_cap, bool is_causal, bool bottom_right,
+                                   int64_t window_left, int64_t window_right, float dropout_rate,
+                                   TensorView dbias, TensorView workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
-                                       query_seq_lengths, key_value_seq_lengths, output, lse, scale,
-                                       soft_cap, is_causal, bottom_right, &p);
+                                       query_seq_lengths, key_value_seq_lengths, sink, seed, output,
+                                       lse, scale, soft_cap, is_causal, bottom_right, window_left,
+                                       window_right, dropout_rate, &p);
       !s.ok()) {
     return s;
   }
@@ -341,7 +366,8 @@ Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse,
 int64_t DotProductAttentionBiasGradCpuWorkspace(TensorView, TensorView, TensorView query,
                                                 TensorView key, TensorView value, TensorView bias,
                                                 TensorView, TensorView, TensorView, TensorView,
-                                                TensorView, float, float, bool, bool) {
+                                                TensorView, TensorView, TensorView, float, float,
+                                                bool, bool, int64_t, int64_t, float) {
   if (!HaveRankFour({query, key, value, bias})) return 0;
   if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return 0;
   const AttentionBlocks blocks = BiasGradBlocks(query.dims[3], value.dims[3]);

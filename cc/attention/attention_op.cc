@@ -30,10 +30,15 @@ REGISTER_OP("TfOps>DotProductAttention")
     .Input("mask: bool")
     .Input("query_seq_lengths: int32")
     .Input("key_value_seq_lengths: int32")
+    .Input("sink: float")
+    .Input("seed: int64")
     .Attr("scale: float")
     .Attr("soft_cap: float = 0.0")
     .Attr("is_causal: bool = false")
     .Attr("bottom_right: bool = false")
+    .Attr("window_left: int = -1")
+    .Attr("window_right: int = -1")
+    .Attr("dropout_rate: float = 0.0")
     .Output("output: T")
     .Output("lse: float")
     .Attr("T: {float, half, bfloat16}")
@@ -48,7 +53,8 @@ REGISTER_OP("TfOps>DotProductAttention")
       c->set_output(1, c->MakeShape({c->Dim(query, 0), c->Dim(query, 2), c->Dim(query, 1)}));
       return absl::OkStatus();
     });
-TF_OPS_BIND("TfOps>DotProductAttention", DotProductAttention);
+TF_OPS_BIND("TfOps>DotProductAttention", DotProductAttention,
+            Workspace(DotProductAttentionCpuWorkspace, DotProductAttentionGpuWorkspace));
 
 REGISTER_OP("TfOps>DotProductAttentionGrad")
     .Input("doutput: T")
@@ -60,15 +66,21 @@ REGISTER_OP("TfOps>DotProductAttentionGrad")
     .Input("mask: bool")
     .Input("query_seq_lengths: int32")
     .Input("key_value_seq_lengths: int32")
+    .Input("sink: float")
+    .Input("seed: int64")
     .Input("output: T")
     .Input("lse: float")
     .Attr("scale: float")
     .Attr("soft_cap: float = 0.0")
     .Attr("is_causal: bool = false")
     .Attr("bottom_right: bool = false")
+    .Attr("window_left: int = -1")
+    .Attr("window_right: int = -1")
+    .Attr("dropout_rate: float = 0.0")
     .Output("dquery: T")
     .Output("dkey: T")
     .Output("dvalue: T")
+    .Output("dsink: float")
     .Attr("T: {float, half, bfloat16}")
     .SetShapeFn([](InferenceContext* c) {
       for (int i = 0; i < 3; ++i) {
@@ -76,6 +88,7 @@ REGISTER_OP("TfOps>DotProductAttentionGrad")
         TF_RETURN_IF_ERROR(c->WithRank(c->input(2 + i), 4, &shape));
         c->set_output(i, shape);
       }
+      c->set_output(3, c->input(9));
       return absl::OkStatus();
     });
 TF_OPS_BIND("TfOps>DotProductAttentionGrad", DotProductAttentionGrad,
@@ -91,12 +104,17 @@ REGISTER_OP("TfOps>DotProductAttentionBiasGrad")
     .Input("mask: bool")
     .Input("query_seq_lengths: int32")
     .Input("key_value_seq_lengths: int32")
+    .Input("sink: float")
+    .Input("seed: int64")
     .Input("output: T")
     .Input("lse: float")
     .Attr("scale: float")
     .Attr("soft_cap: float = 0.0")
     .Attr("is_causal: bool = false")
     .Attr("bottom_right: bool = false")
+    .Attr("window_left: int = -1")
+    .Attr("window_right: int = -1")
+    .Attr("dropout_rate: float = 0.0")
     .Output("dbias: T")
     .Attr("T: {float, half, bfloat16}")
     .SetShapeFn([](InferenceContext* c) {
