@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of few queries to many keys, as in generation: the work is to read keys and values
+// once. Those of a batch row and key head are split among blocks (on the CPU: tasks), which leave
+// unnormalised outputs in the workspace; these are combined in a fixed order. No CUDA header here.
+#pragma once
+
+#include <algorithm>
+
+#include "cc/attention/attention.h"
+
+namespace tf_ops {
+
+// Where keys and values are: in pages [pages, page_size, kv_heads, dim], of which batch row b
+// has those named in table[b]; without a table in [batch, seq_k, kv_heads, dim].
+struct KeyPages {
+  const int32_t* table;  // [batch, pages_per_row], or null
+  int64_t pages, page_size, pages_per_row;
+};
+
+// The queries of all heads that share a key head are rows of one matrix: (query, head).
+inline int64_t DecodeRows(const AttentionProblem& p) {
+  return p.kv_heads ? p.seq_q * (p.heads / p.kv_heads) : 0;
+}
+
+// The rows that a block takes.
+inline int DecodeRowTile(const AttentionProblem& p, DType dtype) {
+  return dtype != DType::kFloat32 ? 16 : DecodeRows(p) <= 1 ? 1 : 4;
+}
+
+// The parts of the keys, such that rounds of blocks are full and parts long: a function of shapes
+// alone, for the workspace depends on it, and of no device in particular, for sums are to be the
+// same on all.
+inline int DecodeSplits(const AttentionProblem& p, DType dtype) {
+  constexpr int64_t kBlocks = 264;  // two on each of an H200's multiprocessors
+  constexpr int64_t kTile = 64;     // keys; about what starting or combining parts takes
+  int64_t keys = p.seq_k;
+  if (p.window_left >= 0 && p.window_right >= 0) {
+    keys = std::min(keys, p.window_left + p.window_right + p.seq_q);
+  }
+  const int64_t tiles = (keys + kTile - 1) / kTile, row_tile = DecodeRowTile(p, dtype);
+  const int64_t jobs = p.batch * p.kv_heads * ((DecodeRows(p) + row_tile - 1) / row_tile);
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int64_t splits = 1; splits <= std::min(tiles, kBlocks); ++splits) {
+    const int64_t rounds = (jobs * splits + kBlocks - 1) / kBlocks;
+    const int64_t cost = rounds * ((tiles + splits - 1) / splits + 1) + (splits > 1);
+    if (cost < least) {
+      least = cost;
+      best = int(splits);
+    }
+  }
+  return best;
+}
+
+// What the parts leave, of each row of the output: sums [splits, rows, stride] of values, and
+// stats [splits, rows], the largest score and the sum of the exponentials.
+struct DecodeParts {
+  int splits;
+  int64_t rows, stride;
+  float* sums;
+  float* stats;  // pairs
+
+  DecodeParts(const AttentionProblem& p, DType dtype, void* workspace)
+      : splits(DecodeSplits(p, dtype)),
+        rows(p.batch * p.seq_q * p.heads),
+        stride((p.value_dim + 3) / 4 * 4) {
+    const uintptr_t at = (reinterpret_cast<uintptr_t>(workspace) + 15) / 16 * 16;
+    sums = reinterpret_cast<float*>(at);
+    stats = sums + splits * rows * stride;
+  }
+  int64_t bytes() const {
+    return splits > 1 ? 16 + splits * rows * (stride + 2) * int64_t(sizeof(float)) : 0;
+  }
+};
+
+// The kernels of one type; instances/*_decode.cu. Neither bias, mask nor dropout is served. lse
+// may be null. A page that a query sees and that is none makes its output NaN.
+template <typename T>
+Status DecodeAttention(Gpu gpu, const AttentionProblem& p, const KeyPages& pages, T* output,
+                       float* lse, void* workspace);
+
+}  // namespace tf_ops

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cc/attention/attention_decode.cuh"
+
+namespace tf_ops {
+template Status DecodeAttention<float>(Gpu, const AttentionProblem&, const KeyPages&, float*,
+                                       float*, void*);
+}  // namespace tf_ops
