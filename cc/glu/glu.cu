@@ -11,10 +11,17 @@ constexpr int kThreads = 256;
 // Vectors that a thread reads of each input before it computes: enough bytes in flight.
 constexpr int kUnroll = 2;
 
-// exp to what its caller's dtype can show.
+// To what its caller's dtype can show; the intrinsics scale denormal numbers, for which there is
+// no use here.
 template <typename T>
 __device__ float Exp(float x) {
-  return std::is_same_v<T, float> ? expf(x) : __expf(x);
+  if constexpr (std::is_same_v<T, float>) return expf(x);
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x * 1.44269504f));
+  return x;
+}
+__device__ float Reciprocal(float x) {
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x));
+  return x;
 }
 
 // f(x) and f'(x); the compiler drops what is not used. The formulas are those of glu_simd.h.
@@ -24,7 +31,7 @@ __device__ float2 Activate(float x) {
     return {x < 0.0f ? 0.0f : x, x > 0.0f ? 1.0f : 0.0f};
   } else if constexpr (kActivation == Activation::kGelu) {
     const float density = Exp<T>(x * x * -0.5f);
-    const float t = __fdividef(1.0f, 1.0f + 0.35f * fabsf(x));
+    const float t = Reciprocal(1.0f + 0.35f * fabsf(x));
     float p = t * -0.0291259638f + 0.143872698f;
     p = p * t - 0.255505481f;
     p = p * t + 0.158930286f;
@@ -42,7 +49,7 @@ __device__ float2 Activate(float x) {
     const float u = kTanh ? 1.59576912f * x * (1.0f + 0.044715f * x2) : x;
     // With a finite e, e s is 0 and not NaN where s is 0. fminf would pass over a NaN.
     const float e = Exp<T>(u < -88.0f ? 88.0f : -u);
-    const float s = u < -88.0f ? 0.0f : __fdividef(1.0f, 1.0f + e);
+    const float s = u < -88.0f ? 0.0f : Reciprocal(1.0f + e);
     const float slope = s * (e * s);
     if constexpr (kActivation == Activation::kSigmoid) return {s, slope};
     const float du = kTanh ? 1.59576912f * (1.0f + 0.134145f * fminf(x2, 1e4f)) : 1.0f;

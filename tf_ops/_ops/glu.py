@@ -38,7 +38,7 @@ def _sigmoid(x):
 
 
 # f(x) and f'(x), for the second-order gradient.
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": _silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
@@ -71,10 +71,10 @@ def gated_linear_unit(gate, up=None, activation="silu"):
         raise ValueError(
             f"gated_linear_unit: gate is {gate.dtype.name}; it must be float32, float16 or bfloat16"
         )
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(
             f"gated_linear_unit: activation is {activation!r}; it must be one of "
-            f"{', '.join(_ACTIVATIONS)}"
+            f"{', '.join(ACTIVATIONS)}"
         )
     packed = up is None
     if packed:
@@ -119,7 +119,7 @@ def _gradient_formula(op, dy, gate, up):
     if packed:
         gate, up = tf.split(gate, 2, -1)
     activation = op.get_attr("activation")
-    value, derivative = _ACTIVATIONS[getattr(activation, "decode", lambda: activation)()](gate)
+    value, derivative = ACTIVATIONS[getattr(activation, "decode", lambda: activation)()](gate)
     dgate, dup = dy * up * derivative, dy * value
     return (tf.concat([dgate, dup], -1), tf.zeros([0])) if packed else (dgate, dup)
 
