@@ -269,7 +269,37 @@ def normalization_cases():
         yield f"{family}/no_row", normalization_case(dtype, (0, 40), (40,), layer)
 
 
+def gated_linear_unit_case(dtype, shape, activation, packed):
+    """Forward and gradient of one gated linear unit; shape is that of its result."""
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        normal = lambda *shape: rng.standard_normal(shape).astype(dtype)
+        gate = normal(*shape[:-1], shape[-1] * (1 + packed))
+        inputs = [gate, ABSENT.astype(dtype) if packed else normal(*shape)]
+        attributes = [activation, packed]
+        op, outputs = "TfOps>GatedLinearUnit", [(shape, dtype)]
+        _, problem = compare(kernels, gpu, repeat, op, inputs, attributes, outputs)
+        inputs, outputs = [normal(*shape), *inputs], [(x.shape, dtype) for x in inputs]
+        return problem + compare(kernels, gpu, repeat, op + "Grad", inputs, attributes, outputs)[1]
+
+    return run
+
+
+def gated_linear_unit_cases():
+    # Vectors with and without a rest, and rows of a packed gate without whole vectors.
+    shapes = [(0, 8), (1, 1), (3, 7), (37, 64), (5, 1000), (3, 4099)]
+    for (name, dtype), packed in itertools.product(FLOATS.items(), (False, True)):
+        for activation in ("silu", "gelu", "gelu_tanh", "relu", "sigmoid"):
+            for shape in shapes if activation == "silu" else shapes[-2:]:
+                yield (
+                    f"glu/{activation}/{name}/{'packed/' * packed}{shape[0]}x{shape[1]}",
+                    gated_linear_unit_case(dtype, shape, activation, packed),
+                )
+
+
 def cases():
     yield from attention_cases()
     yield from normalization_cases()
     yield from cross_entropy_cases()
+    yield from gated_linear_unit_cases()

@@ -500,6 +500,42 @@ def test_fit_with_dropout(jit_compile):
         np.testing.assert_array_equal(a, b)
 
 
+# A packed input, a pair, and every dtype: against Keras in float64.
+@pytest.mark.parametrize("policy", [*POLICIES, "float64"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "sigmoid"])
+def test_gated_linear_unit(activation, policy):
+    gate, up = draw((3, 5, 8), (3, 5, 8))
+    name, approximate = activation.removesuffix("_tanh"), activation == "gelu_tanh"
+    options = {"approximate": approximate} if name == "gelu" else {}
+    layer = layers.GatedLinearUnit(activation, dtype=policy)
+    gate, up = (tf.cast(x, layer.compute_dtype) for x in (gate, up))
+    wide = [tf.cast(x, tf.float64) for x in (gate, up)]
+    expected = getattr(keras.ops, name)(wide[0], **options) * wide[1]
+    for y in [layer(gate, up), layer(tf.concat([gate, up], -1))]:
+        assert y.dtype == layer.compute_dtype
+        ulp = float(ml_dtypes.finfo(y.dtype.as_numpy_dtype).eps)
+        assert error(y, expected) <= 4 * ulp * np.abs(expected).max()
+
+
+def test_gated_linear_unit_in_a_saved_model(tmp_path):
+    x = keras.Input([None, 6])
+    gate, up = (keras.layers.Dense(4)(x) for _ in range(2))
+    both = layers.GatedLinearUnit("gelu")(gate, up)
+    y = layers.GatedLinearUnit(name="packed")(keras.layers.Dense(10)(both))
+    assert both.shape == (None, None, 4) and y.shape == (None, None, 5)
+    model = keras.Model(x, y)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.get_layer("packed").get_config()["activation"] == "silu"
+    (value,) = draw((2, 3, 6))
+    np.testing.assert_array_equal(model(value), loaded(value))
+
+
+def test_gated_linear_unit_of_no_such_activation():
+    with pytest.raises(ValueError, match="activation is 'swish'; it must be one of silu"):
+        layers.GatedLinearUnit("swish")
+
+
 def test_symbolic_shapes():
     query, value = keras.Input((None, 12)), keras.Input((7, 12))
     for ours, stock in (
