@@ -10,11 +10,13 @@ if keras.backend.backend() != "tensorflow":
     )
 
 from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention
+from tf_ops.layers.linear_cross_entropy import LinearCrossEntropy
 from tf_ops.layers.normalization import LayerNormalization, RMSNormalization
 
 __all__ = [
     "GroupQueryAttention",
     "LayerNormalization",
+    "LinearCrossEntropy",
     "MultiHeadAttention",
     "RMSNormalization",
 ]
