@@ -215,6 +215,81 @@ def cross_entropy_cases():
     yield "cross_entropy/no_token", cross_entropy_case(np.float32, 0, 5)
 
 
+def linear_cross_entropy_case(dtype, tokens, classes, first, whole_dtype=np.float32, **options):
+    """The steps of a block of classes, of which there are 3 * classes in all."""
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+        smoothing, z_loss, cap = (
+            options.get(x, 0.0) for x in ("label_smoothing", "z_loss", "soft_cap")
+        )
+        ignored = [bool(options), -100]
+        labels = rng.integers(0, 3 * classes, tokens, np.int64 if options else np.int32)
+        labels = np.where(rng.random(tokens) < 0.3 * bool(options), labels.dtype.type(-100), labels)
+        logits = normal(tokens, classes).astype(dtype)
+        span = np.array([first, 3 * classes], np.int64)
+        sums = np.abs(normal(tokens, 4))
+        _, problem = compare(
+            kernels,
+            gpu,
+            repeat,
+            "TfOps>LinearCrossEntropy",
+            [labels, logits, span, sums],
+            [*ignored, smoothing, cap],
+            [(sums.shape, np.float32)],
+        )
+        problem += compare(
+            kernels,
+            gpu,
+            repeat,
+            "TfOps>LinearCrossEntropyGrad",
+            [normal(tokens), labels, logits, span, 3 + sums[:, 0], sums[:, 1]],
+            [*ignored, smoothing, z_loss, cap],
+            [(logits.shape, dtype)],
+        )[1]
+        problem += compare(
+            kernels,
+            gpu,
+            repeat,
+            "TfOps>LinearCrossEntropyHiddenGrad",
+            [normal(tokens, classes), logits],
+            [],
+            [(logits.shape, np.float32)],
+        )[1]
+        for transposed in (False, True):
+            shape = (3 * classes, tokens) if transposed else (tokens, 3 * classes)
+            problem += compare(
+                kernels,
+                gpu,
+                repeat,
+                "TfOps>LinearCrossEntropyKernelGrad",
+                [
+                    normal(*shape).astype(whole_dtype),
+                    logits.T.copy() if transposed else logits,
+                    span,
+                ],
+                [transposed],
+                [(shape, whole_dtype)],
+            )[1]
+        return problem
+
+    return run
+
+
+def linear_cross_entropy_cases():
+    everything = dict(label_smoothing=0.1, z_loss=0.01, soft_cap=2.0)
+    sizes = [(70, 3, 3), (9, 128, 128), (9, 127, 0), (5, 2048, 1001), (3, 4097, 4097)]
+    for (name, dtype), (tokens, classes, first) in itertools.product(FLOATS.items(), sizes):
+        at = f"linear_cross_entropy/{name}/{tokens}x{classes}"
+        yield at, linear_cross_entropy_case(dtype, tokens, classes, first)
+        yield (
+            f"{at}/everything",
+            linear_cross_entropy_case(dtype, tokens, classes, first, dtype, **everything),
+        )
+    yield "linear_cross_entropy/no_token", linear_cross_entropy_case(np.float32, 0, 5, 5)
+
+
 def normalization_case(dtype, shape, weight, layer, plain=False, weight_dtype=None):
     """Forward and gradient of one rms or layer normalization over the last axis.
 
@@ -302,4 +377,8 @@ def cases():
     yield from attention_cases()
     yield from normalization_cases()
     yield from cross_entropy_cases()
+<<<<<<< HEAD
     yield from gated_linear_unit_cases()
+=======
+    yield from linear_cross_entropy_cases()
+>>>>>>> softmax-linear
