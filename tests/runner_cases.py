@@ -377,8 +377,5 @@ def cases():
     yield from attention_cases()
     yield from normalization_cases()
     yield from cross_entropy_cases()
-<<<<<<< HEAD
     yield from gated_linear_unit_cases()
-=======
     yield from linear_cross_entropy_cases()
->>>>>>> softmax-linear
