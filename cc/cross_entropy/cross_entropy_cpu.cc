@@ -272,7 +272,8 @@ Status LinearCrossEntropy(Cpu cpu, TensorView labels, TensorView logits, TensorV
       const int64_t label = Label(p, token);
       const BlockSums b = before[token];
       const SoftmaxSums total = Add({b.max, b.sum, b.sum_x}, block);
-      after[token] = {total.max, float(total.sum), float(total.sum_x), b.x_label};
+      after[token] = {total.max, float(total.sum),
+                      p.label_smoothing > 0.0f ? float(total.sum_x) : b.sum_x, b.x_label};
       if (Ignored(p, label)) {
         after[token] = b;
       } else if (HasPlace(p, label)) {
