@@ -27,7 +27,8 @@ def rotary_embedding(
     """Rotates pairs of the entries of each head by angles that grow with the position.
 
     Pair i of a head turns by positions / scaling_factor * theta ** (-2 i / rotary_dim) radians.
-    Angles are exact at any position; arithmetic is in float32. The gradient is the inverse
+    Angles are exact at any position, for theta and scaling_factor as rounded to float32;
+    arithmetic is in float32. The gradient is the inverse
     rotation and keeps nothing of `x`. https://arxiv.org/abs/2104.09864
 
     Args:

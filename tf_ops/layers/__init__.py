@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras layers: the stock ones of the same name over the kernels of this package."""
+"""Keras layers over the kernels of this package; those of a stock name are like the stock ones."""
 
 import keras
 
@@ -12,6 +12,7 @@ if keras.backend.backend() != "tensorflow":
 from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention
 from tf_ops.layers.glu import GatedLinearUnit
 from tf_ops.layers.normalization import LayerNormalization, RMSNormalization
+from tf_ops.layers.rotary import RotaryEmbedding
 
 __all__ = [
     "GatedLinearUnit",
@@ -19,4 +20,5 @@ __all__ = [
     "LayerNormalization",
     "MultiHeadAttention",
     "RMSNormalization",
+    "RotaryEmbedding",
 ]
