@@ -3,35 +3,43 @@
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
-// scale * x, -inf where hidden; n < kLanes: the other lanes are hidden.
-template <typename T>
-TF_OPS_INLINE Floats Visible(const T* x, const bool* mask, float scale, int64_t n) {
-  const Floats hidden = Set(-INFINITY);
-  if (n >= kLanes) {
-    const Floats v = Load(x) * scale;
-    if (!mask) return v;
-    Bytes bytes;
-    __builtin_memcpy(&bytes, mask, sizeof bytes);
-    return __builtin_convertvector(bytes, Ints) != 0 ? v : hidden;
-  }
-  Floats v = LoadPartial(x, n) * scale;
-  for (int i = 0; i < kLanes; ++i) {
-    if (i >= n || (mask && !mask[i])) v[i] = -INFINITY;
-  }
-  return v;
+struct True {
+  static constexpr bool value = true;
+};
+struct False {
+  static constexpr bool value = false;
+};
+
+// Calls f(i, whole, n) for each vector of [0, cols); it is not whole where n < kLanes are left.
+template <typename F>
+TF_OPS_INLINE void ForVectors(int64_t cols, const F& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= cols; i += kLanes) f(i, True{}, kLanes);
+  if (i < cols) f(i, False{}, int(cols - i));
+}
+template <typename T, typename Whole>
+TF_OPS_INLINE Floats Get(const T* p, Whole, int n) {
+  return Whole::value ? Load(p) : LoadPartial(p, n);
+}
+template <typename T, typename Whole>
+TF_OPS_INLINE void Put(T* p, Floats v, Whole, int n) {
+  Whole::value ? Store(p, v) : StorePartial(p, v, n);
 }
 
-template <typename T>
-TF_OPS_INLINE void StoreUpTo(T* p, Floats v, int64_t n) {
-  if (n >= kLanes) {
-    Store(p, v);
-  } else {
-    StorePartial(p, v, n);
+// scale * x, -inf where hidden and beyond the end.
+template <bool kMask, typename T, typename Whole>
+TF_OPS_INLINE Floats Visible(const T* x, const bool* mask, float scale, Whole whole, int n) {
+  Floats v = Get(x, whole, n) * scale;
+  if constexpr (Whole::value) {
+    if constexpr (!kMask) return v;
+    Bytes bytes;
+    __builtin_memcpy(&bytes, mask, sizeof bytes);
+    return __builtin_convertvector(bytes, Ints) != 0 ? v : Set(-INFINITY);
   }
-}
-template <typename T>
-TF_OPS_INLINE Floats LoadUpTo(const T* p, int64_t n) {
-  return n >= kLanes ? Load(p) : LoadPartial(p, n);
+  for (int i = 0; i < kLanes; ++i) {
+    if (i >= n || (kMask && !mask[i])) v[i] = -INFINITY;
+  }
+  return v;
 }
 
 // Where the largest entry or the sum is not finite: hidden entries are 0 all the same.
@@ -45,15 +53,15 @@ void SoftmaxOfInfinities(const T* x, const bool* mask, float scale, int64_t cols
 }
 
 // A row of at most kScratch entries: read once, one exponential for each.
-template <typename T>
+template <typename T, bool kMask>
 void SoftmaxRow(const T* x, const bool* mask, float scale, int64_t cols, T* y) {
   float scratch[kScratch + kLanes];
   Floats max = Set(-INFINITY), sum = {};
-  for (int64_t i = 0; i < cols; i += kLanes) {
-    const Floats v = Visible(x + i, mask ? mask + i : mask, scale, cols - i);
+  ForVectors(cols, [&](int64_t i, auto whole, int n) __attribute__((always_inline)) {
+    const Floats v = Visible<kMask>(x + i, mask + i, scale, whole, n);
     max = Max(v, max);  // passes over NaN, which the sum keeps
     Store(scratch + i, v);
-  }
+  });
   const float m = ReduceMax(max);
   for (int64_t i = 0; i < cols; i += kLanes) {
     const Floats e = Exp(Load(scratch + i) - m);
@@ -65,33 +73,33 @@ void SoftmaxRow(const T* x, const bool* mask, float scale, int64_t cols, T* y) {
   if (!(s > 0.0f && s <= 3.4e38f && m > -INFINITY)) {
     float visible = 0.0f;
     for (int64_t i = 0; i < cols; ++i) {
-      if (!mask || mask[i]) visible += Exp(Set(float(x[i]) * scale - m))[0];
+      if (!kMask || mask[i]) visible += Exp(Set(float(x[i]) * scale - m))[0];
     }
-    return SoftmaxOfInfinities(x, mask, scale, cols, m, visible, y);
+    return SoftmaxOfInfinities(x, kMask ? mask : nullptr, scale, cols, m, visible, y);
   }
   const float inverse = 1.0f / s;
-  for (int64_t i = 0; i < cols; i += kLanes) {
-    StoreUpTo(y + i, Load(scratch + i) * inverse, cols - i);
-  }
+  ForVectors(cols, [&](int64_t i, auto whole, int n) __attribute__((always_inline)) {
+    Put(y + i, Load(scratch + i) * inverse, whole, n);
+  });
 }
 
 // Part of a longer row: its largest entry, and the sum of exponentials relative to it, 0 where
 // all is -inf.
-template <typename T>
+template <typename T, bool kMask>
 void SumPart(const T* x, const bool* mask, float scale, int64_t cols, float* max, double* sum) {
   float m = -INFINITY;
   double total = 0.0;
   float block[kBlock];
   for (int64_t begin = 0; begin < cols; begin += kBlock) {
-    const int64_t n = cols - begin < kBlock ? cols - begin : kBlock;
+    const int64_t count = cols - begin < kBlock ? cols - begin : kBlock;
     Floats block_max = Set(m), block_sum = {};
-    for (int64_t i = 0; i < n; i += kLanes) {
-      const Floats v = Visible(x + begin + i, mask ? mask + begin + i : mask, scale, n - i);
+    ForVectors(count, [&](int64_t i, auto whole, int n) __attribute__((always_inline)) {
+      const Floats v = Visible<kMask>(x + begin + i, mask + begin + i, scale, whole, n);
       block_max = Max(v, block_max);
       Store(block + i, v);
-    }
+    });
     const float new_max = ReduceMax(block_max), reference = new_max == -INFINITY ? 0.0f : new_max;
-    for (int64_t i = 0; i < n; i += kLanes) block_sum += Exp(Load(block + i) - reference);
+    for (int64_t i = 0; i < count; i += kLanes) block_sum += Exp(Load(block + i) - reference);
     total = total * Exp(Set(m - reference))[0] + ReduceSum(block_sum);
     m = new_max;
   }
@@ -99,30 +107,30 @@ void SumPart(const T* x, const bool* mask, float scale, int64_t cols, float* max
   *sum = total;
 }
 
-template <typename T>
+template <typename T, bool kMask>
 void WritePart(const T* x, const bool* mask, float scale, int64_t cols, float max, float sum,
                T* y) {
+  // Of a row of -inf the sum is 0, as if it were hidden; there a visible entry makes NaN.
   if (!(sum > 0.0f && sum <= 3.4e38f && max > -INFINITY)) {
-    // The sum of a row of -inf is 0 here, but that of a visible one is NaN.
-    return SoftmaxOfInfinities(x, mask, scale, cols, max, sum, y);
+    return SoftmaxOfInfinities(x, kMask ? mask : nullptr, scale, cols, max, sum, y);
   }
   const float inverse = 1.0f / sum;
-  for (int64_t i = 0; i < cols; i += kLanes) {
-    const Floats v = Visible(x + i, mask ? mask + i : mask, scale, cols - i);
-    StoreUpTo(y + i, Exp(v - max) * inverse, cols - i);
-  }
+  ForVectors(cols, [&](int64_t i, auto whole, int n) __attribute__((always_inline)) {
+    const Floats v = Visible<kMask>(x + i, mask + i, scale, whole, n);
+    Put(y + i, Exp(v - max) * inverse, whole, n);
+  });
 }
 
 template <typename T>
 double DotPart(const T* dy, const T* y, int64_t cols) {
   double total = 0.0;
   for (int64_t begin = 0; begin < cols; begin += kBlock) {
-    const int64_t end = cols - begin < kBlock ? cols : begin + kBlock;
+    const int64_t count = cols - begin < kBlock ? cols - begin : kBlock;
     Floats sum = {};
-    for (int64_t i = begin; i < end; i += kLanes) {
-      const Floats p = LoadUpTo(y + i, end - i), d = LoadUpTo(dy + i, end - i);
+    ForVectors(count, [&](int64_t i, auto whole, int n) __attribute__((always_inline)) {
+      const Floats p = Get(y + begin + i, whole, n), d = Get(dy + begin + i, whole, n);
       sum += p == 0.0f ? Floats{} : p * d;
-    }
+    });
     total += ReduceSum(sum);
   }
   return total;
@@ -131,8 +139,8 @@ double DotPart(const T* dy, const T* y, int64_t cols) {
 // Each vector is read before it is written: dx may be dy.
 template <typename T>
 void GradPart(const T* dy, const T* y, float scale, int64_t cols, float dot, T* dx) {
-  for (int64_t i = 0; i < cols; i += kLanes) {
-    const Floats p = LoadUpTo(y + i, cols - i), d = LoadUpTo(dy + i, cols - i);
-    StoreUpTo(dx + i, p == 0.0f ? Floats{} : p * scale * (d - dot), cols - i);
-  }
+  ForVectors(cols, [&](int64_t i, auto whole, int n) __attribute__((always_inline)) {
+    const Floats p = Get(y + i, whole, n), d = Get(dy + i, whole, n);
+    Put(dx + i, p == 0.0f ? Floats{} : p * scale * (d - dot), whole, n);
+  });
 }
