@@ -394,6 +394,20 @@ def rotary_embedding_case(
             problem += compare(
                 kernels, gpu, repeat, "TfOps>RotaryEmbedding", inputs, attributes, outputs
             )[1]
+def softmax_case(dtype, shape, mask):
+    """Forward and gradient of one masked softmax; mask is a shape, or None."""
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        x, dy = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+        hidden = ABSENT.astype(bool) if mask is None else rng.random(mask) < 0.7
+        outputs = [(shape, dtype)]
+        results, problem = compare(
+            kernels, gpu, repeat, "TfOps>MaskedSoftmax", [x, hidden], [0.7], outputs
+        )
+        problem += compare(
+            kernels, gpu, repeat, "TfOps>MaskedSoftmaxGrad", [dy, *results], [0.7], outputs
+        )[1]
         return problem
 
     return run
@@ -417,6 +431,15 @@ def rotary_embedding_cases():
                 rotary_embedding_case(dtype, shape, positions=given, table=table, **more),
             )
         yield f"{at}/no_token", rotary_embedding_case(dtype, (2, 0, 3, 8), **more)
+def softmax_cases():
+    # Each number of threads to a row, with and without whole vectors, and rows of any width.
+    widths = (8, 64, 128, 200, 1000, 1024, 4096, 7, 129, 1023, 2049, 16384, 40000, 9001)
+    for (name, dtype), cols in itertools.product(FLOATS.items(), widths):
+        rows = 3 if cols > 4096 else 37
+        for mask in (None, (rows, cols), (rows, 1), (1, cols)):
+            yield f"softmax/{name}/{cols}/{mask}", softmax_case(dtype, (rows, cols), mask)
+    yield "softmax/heads", softmax_case(np.float32, (2, 3, 5, 7), (2, 1, 5, 7))
+    yield "softmax/no_row", softmax_case(np.float32, (0, 7), None)
 
 
 def cases():
@@ -426,3 +449,4 @@ def cases():
     yield from gated_linear_unit_cases()
     yield from linear_cross_entropy_cases()
     yield from rotary_embedding_cases()
+    yield from softmax_cases()

@@ -86,12 +86,12 @@ __device__ void Process(const GatedLinearUnitProblem& p, const int64_t (&v)[kCou
         gate[i] = dy[i] * up[i] * f.y;
         up[i] = dy[i] * f.x;
       }
-      __stcs(static_cast<Vector*>(p.dgate) + at[k], Pack<T, kVec>(gate));
-      __stcs(static_cast<Vector*>(p.dup) + at[k], Pack<T, kVec>(up));
+      static_cast<Vector*>(p.dgate)[at[k]] = Pack<T, kVec>(gate);
+      static_cast<Vector*>(p.dup)[at[k]] = Pack<T, kVec>(up);
     } else {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) up[i] *= Activate<T, kActivation>(gate[i]).x;
-      __stcs(static_cast<Vector*>(p.y) + v[k], Pack<T, kVec>(up));
+      static_cast<Vector*>(p.y)[v[k]] = Pack<T, kVec>(up);
     }
   }
 }

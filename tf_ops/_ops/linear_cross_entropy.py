@@ -197,9 +197,12 @@ def _forward(transposed, options, labels, hidden, kernel, *bias):
 
 def _backward(transposed, options, labels, dloss, largest, log_sum, hidden, kernel, *bias):
     """The gradients of hidden, kernel and bias; dloss are those of the tokens' losses."""
-    ones = tf.ones([1, _sizes(hidden)[0]], hidden.dtype)
+    tokens, features = _sizes(hidden)
+    ones = tf.ones([1, tokens], hidden.dtype)
+    halves = [tokens // 2, tokens - tokens // 2]
 
-    def add_block(first, width, dhidden, dkernel, *dbias):
+    def add_block(first, width, *state):
+        *dhidden, dkernel = state[:3]
         span, block, logits = _block(first, width, transposed, hidden, kernel, *bias)
         dlogits = library.tf_ops_linear_cross_entropy_grad(
             dloss=dloss,
@@ -210,23 +213,30 @@ def _backward(transposed, options, labels, dloss, largest, log_sum, hidden, kern
             log_sum=log_sum,
             **options,
         )
-        product = tf.matmul(dlogits, block, transpose_b=not transposed)
-        dhidden = library.tf_ops_linear_cross_entropy_hidden_grad(sum=dhidden, addend=product)
-        # One after the other, for the sake of memory.
-        with tf.control_dependencies([dhidden]):
+        # One product after the other, half of the tokens at a time: each is freed soon.
+        done = []
+        for i, part in enumerate(tf.split(dlogits, halves)):
+            with tf.control_dependencies(done):
+                product = tf.matmul(part, block, transpose_b=not transposed)
+            add = library.tf_ops_linear_cross_entropy_hidden_grad
+            dhidden[i] = add(sum=dhidden[i], addend=product)
+            done = [dhidden[i]]
+        with tf.control_dependencies(done):
             a, b = (dlogits, hidden) if transposed else (hidden, dlogits)
             product = tf.matmul(a, b, transpose_a=True)
         put = library.tf_ops_linear_cross_entropy_kernel_grad
         dkernel = put(whole=dkernel, block=product, span=span, transpose_kernel=transposed)
         # A product sums in float32, and over all tokens.
-        dbias = [put(whole=x, block=tf.matmul(ones, dlogits), span=span) for x in dbias]
-        return dhidden, dkernel, *dbias
+        dbias = [put(whole=x, block=tf.matmul(ones, dlogits), span=span) for x in state[3:]]
+        return *dhidden, dkernel, *dbias
 
-    start = [tf.zeros(_sizes(hidden)), tf.zeros(_sizes(kernel), kernel.dtype)]
+    start = [tf.zeros([n, features]) for n in halves]
+    start += [tf.zeros(_sizes(kernel), kernel.dtype)]
     start += [tf.zeros([1, *_sizes(x)], x.dtype) for x in bias]
     classes = _sizes(kernel)[0 if transposed else 1]
-    dhidden, dkernel, *dbias = _for_each_block(classes, add_block, start)
-    return tf.cast(dhidden, hidden.dtype), dkernel, *(tf.squeeze(x, 0) for x in dbias)
+    state = _for_each_block(classes, add_block, start)
+    dhidden = tf.concat([tf.cast(x, hidden.dtype) for x in state[:2]], 0)
+    return dhidden, state[2], *(tf.squeeze(x, 0) for x in state[3:])
 
 
 def _for_each_block(classes, step, state):
