@@ -394,6 +394,11 @@ def rotary_embedding_case(
             problem += compare(
                 kernels, gpu, repeat, "TfOps>RotaryEmbedding", inputs, attributes, outputs
             )[1]
+        return problem
+
+    return run
+
+
 def softmax_case(dtype, shape, mask):
     """Forward and gradient of one masked softmax; mask is a shape, or None."""
 
@@ -431,6 +436,8 @@ def rotary_embedding_cases():
                 rotary_embedding_case(dtype, shape, positions=given, table=table, **more),
             )
         yield f"{at}/no_token", rotary_embedding_case(dtype, (2, 0, 3, 8), **more)
+
+
 def softmax_cases():
     # Each number of threads to a row, with and without whole vectors, and rows of any width.
     widths = (8, 64, 128, 200, 1000, 1024, 4096, 7, 129, 1023, 2049, 16384, 40000, 9001)

@@ -20,7 +20,7 @@ struct SoftmaxSums {
   float sum_x;  // only where labels are smoothed
 };
 
-// 16 bytes of a row. It is read once and written once, and need not stay in the caches;
+// 16 bytes of a row. It is read once and need not stay in the caches; the gradient is read soon.
 // __ldcs is no non-coherent load, so that dlogits may alias logits.
 template <typename T>
 struct Vector {
@@ -28,7 +28,7 @@ struct Vector {
   uint4 words;
 
   __device__ static Vector Load(const Vector* p) { return {__ldcs(&p->words)}; }
-  __device__ void Store(Vector* p) const { __stcs(&p->words, words); }
+  __device__ void Store(Vector* p) const { p->words = words; }
 
   __device__ static Vector MinusInf() {
     const uint32_t w = sizeof(T) == 4            ? 0xff800000u

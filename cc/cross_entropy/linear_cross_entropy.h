@@ -9,9 +9,13 @@
 // sums: [tokens, 4] of float32, {max, sum of exp(x - max), sum of x, x[label]} over the blocks
 // so far; the sum of x stays 0 where labels are not smoothed, and x[label] NaN until the block of
 // the label has come, so that the loss of a label outside [0, classes) is NaN. On the CPU such a
-// label is an error. The start is {-inf, 0, 0, NaN}. span: int64 {first class of the block, number
-// of all classes}, on the device. logits, dlogits: [tokens, classes of the block]. labels, dloss,
-// max, log_sum: [tokens]. Outputs may alias the input they continue: new_sums sums, dlogits logits.
+// label is an error. The start is {-inf, 0, 0, NaN}.
+//
+// span: int64 {first class of the block, number of all classes}, on the device.
+//
+// logits, dlogits: [tokens, classes of the block]. labels, dloss, max, log_sum: [tokens].
+//
+// Outputs may alias the input they continue: new_sums sums, dlogits logits.
 #pragma once
 
 #include "cc/cross_entropy/cross_entropy.h"

@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kThreads)
       b[k] = Pack<T, kVec>(v);
     }
     T* y = static_cast<T*>(head < p.heads ? p.y : p.rotated_key) + offset(head);
-    __stcs(reinterpret_cast<Vector*>(y + unit.a), a[k]);
-    if (unit.has_b) __stcs(reinterpret_cast<Vector*>(y + unit.b), b[k]);
+    *reinterpret_cast<Vector*>(y + unit.a) = a[k];
+    if (unit.has_b) *reinterpret_cast<Vector*>(y + unit.b) = b[k];
   }
 }
 
