@@ -256,6 +256,13 @@ class Check:
 
     def run(self, case, tensors, make):
         """[output, lse, dq, dk, dv, dsink, dbias] of the launchers, without the absent."""
+        launches, results = self.launches(case, tensors, make)
+        for launch in launches:
+            launch()
+        return results
+
+    def launches(self, case, tensors, make):
+        """Functions to call in turn, the forward pass first, and what they write: as run()."""
         q, k, v, bias, mask, q_len, k_len, do, dlse, sink = tensors
         absent = torch.empty(0, dtype=case.dtype, device=self.device)
 
@@ -271,7 +278,7 @@ class Check:
         lse = make((case.batch, case.heads, case.seq_q), torch.float32)
         op = b"TfOps>DotProductAttention"
         workspace = library.workspace(op, inputs, attributes)
-        library.call(op, inputs, attributes, [output, lse, workspace])()
+        launches = [library.call(op, inputs, attributes, [output, lse, workspace])]
         inputs = [do, optional(dlse, torch.float32), *inputs, output, lse]
         results = [output, lse]
         for op, like in (
@@ -282,9 +289,9 @@ class Check:
                 continue
             outputs = [make(t.shape, t.dtype) for t in like]
             workspace = library.workspace(op, inputs, attributes)
-            library.call(op, inputs, attributes, [*outputs, workspace])()
+            launches.append(library.call(op, inputs, attributes, [*outputs, workspace]))
             results += outputs
-        return [t for i, t in enumerate(results) if i != 5 or sink is not None]
+        return launches, [t for i, t in enumerate(results) if i != 5 or sink is not None]
 
     def tensors(self, case, make, seed=0):
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -645,6 +652,33 @@ def machine():
     }
 
 
+def feature_times(library):
+    """What each feature costs; with a window, time should grow as the sequence does."""
+    base = Case(batch=2, seq_q=4096, seq_k=4096, heads=16, kv_heads=16, head_dim=128)
+    base = dataclasses.replace(base, value_dim=128, causal=True)
+    long = {n: dict(batch=1, seq_q=n, seq_k=n, window=(1023, -1)) for n in (8192, 65536)}
+    rows = []
+    for changes in (
+        {},
+        {"bias": "hqk"},
+        {"sink": True},
+        {"dropout": 0.1},
+        {"window": (1023, -1)},
+        {"window": (1023, -1), "sink": True, "dropout": 0.1, "soft_cap": 30.0},
+        *long.values(),
+    ):
+        case = dataclasses.replace(base, **changes)
+        make = Guarded(library.device, 0)
+        check = Check(library)
+        launches, _ = check.launches(case, check.tensors(case, make), make)
+        names = ("forward", "backward", "dbias")
+        ms = milliseconds(dict(zip(names, launches)))
+        per_token = {k: 1e6 * t / (case.batch * case.seq_q) for k, t in ms.items()}
+        rows.append({"changes": changes, "seq": case.seq_q, "ms": ms, "ns_per_token": per_token})
+        print(changes, {k: round(t, 3) for k, t in ms.items()}, flush=True)
+    return rows
+
+
 def run_bench(library, path):
     rows = []
     print(f"{'S':>6} {'D':>4} causal   pass   {'tf_ops':>7} {'flash':>7} {'cudnn':>7}  TFLOP/s")
@@ -668,6 +702,7 @@ def run_bench(library, path):
     for _ in range(100):  # so that the clocks are those of work
         all_of["tf_ops"][0]()
     result = {"machine": machine(), "dtype": "bfloat16", "attention": rows}
+    result["features"] = feature_times(library)
     pathlib.Path(path).write_text(json.dumps(result, indent=1))
 
 
