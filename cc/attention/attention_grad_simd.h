@@ -144,8 +144,17 @@ void ScoreGradients(const AttentionProblem& p, const AttentionGradients& g, cons
   if (p.dropout_threshold) Drop(p, tile, kept, weights);
 }
 
+// Keys and values in use, and the sums of their gradients.
+template <typename T>
+struct KeyBlock {
+  Operand<T> k, v;
+  float *dk, *dv;
+  int64_t key;     // the first
+  int size, keys;  // of which so many are of the batch row
+};
+
 // dkey and dvalue of one part of the keys of one key head, and that part's share of dquery,
-// summed over keys in order.
+// summed over keys in order. Several blocks of keys share what they read of a block of queries.
 template <typename T>
 void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t task, T* dkey,
               T* dvalue) {
@@ -160,68 +169,88 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
 
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
-  Operand<T> k = KeyOperand<T>(p, blocks.keys, head_dim, &scratch);
-  Operand<T> v = KeyOperand<T>(p, blocks.keys, value_dim, &scratch);
-  float* dk = scratch.Take(blocks.keys * ld);
-  float* dv = scratch.Take(blocks.keys * value_ld);
+  KeyBlock<T> held[kMaxKeyBlocks];
+  for (int i = 0; i < blocks.key_blocks; ++i) {
+    held[i] = {KeyOperand<T>(p, blocks.keys, head_dim, &scratch),
+               KeyOperand<T>(p, blocks.keys, value_dim, &scratch), scratch.Take(blocks.keys * ld),
+               scratch.Take(blocks.keys * value_ld)};
+  }
   float* weights = scratch.Take(blocks.keys * blocks.queries);
   float* dscores = scratch.Take(blocks.keys * blocks.queries);
   float* slope = p.soft_cap > 0.0f ? scratch.Take(blocks.keys * blocks.queries) : nullptr;
 
   const int64_t head_size = p.seq_q * ld;
   float* dquery = g.dquery + ((part * p.batch + batch) * p.heads + kv_head * group) * head_size;
+  const int64_t begin = part * g.part_keys, end = AtMost(begin + g.part_keys, p.seq_k);
+  for (int64_t key = begin; key < end || key == begin; key += blocks.keys * blocks.key_blocks) {
+    int64_t key_end = key;
+    int count = 0;
+    for (; count < blocks.key_blocks && (key_end < end || key_end == begin); ++count) {
+      KeyBlock<T>& b = held[count];
+      b.key = key_end;
+      b.size = int(AtMost(end - key_end, blocks.keys));
+      b.keys = int(AtLeast(AtMost(row.keys - key_end, b.size), 0));
+      const int64_t at = (batch * p.seq_k + key_end) * p.kv_heads + kv_head;
+      b.k.source = static_cast<const T*>(p.key) + at * head_dim;
+      b.v.source = static_cast<const T*>(p.value) + at * value_dim;
+      b.k.rows = b.v.rows = b.keys;
+      Pack(&b.k);
+      Pack(&b.v);
+      for (int i = 0; i < b.size * ld; i += kLanes) Store(b.dk + i, Floats{});
+      for (int i = 0; i < b.size * value_ld; i += kLanes) Store(b.dv + i, Floats{});
+      key_end += blocks.keys;
+    }
 
-  const int64_t key_begin = part * g.part_keys, key_end = AtMost(key_begin + g.part_keys, p.seq_k);
-  for (int64_t key = key_begin; key < key_end || key == key_begin; key += blocks.keys) {
-    const bool set = key == key_begin;  // dquery, of all queries; later blocks add to it
-    const int size = int(AtMost(key_end - key, blocks.keys));
-    const int keys = int(AtLeast(AtMost(row.keys - key, size), 0));
-    const int64_t at = (batch * p.seq_k + key) * p.kv_heads + kv_head;
-    k.source = static_cast<const T*>(p.key) + at * head_dim;
-    v.source = static_cast<const T*>(p.value) + at * value_dim;
-    k.rows = v.rows = keys;
-    Pack(&k);
-    Pack(&v);
-    for (int i = 0; i < size * ld; i += kLanes) Store(dk + i, Floats{});
-    for (int i = 0; i < size * value_ld; i += kLanes) Store(dv + i, Floats{});
-
-    const int64_t first = set ? 0 : AtLeast(key - row.high, 0) / blocks.queries * blocks.queries;
-    const int64_t last = set         ? p.seq_q
-                         : keys == 0 ? first
-                                     : AtMost(row.queries, key + keys - row.low);
+    const bool first = key == begin;  // sets dquery, of all queries; later blocks add to it
+    const int64_t query_begin =
+        first ? 0 : AtLeast(key - row.high, 0) / blocks.queries * blocks.queries;
+    const int64_t query_end =
+        first ? p.seq_q : AtMost(row.queries, AtMost(row.keys, key_end) - row.low);
     for (int64_t h = 0; h < group; ++h) {
-      for (int64_t query = first; query < last; query += blocks.queries) {
+      for (int64_t query = query_begin; query < query_end; query += blocks.queries) {
         const int rows = int(AtLeast(AtMost(row.queries - query, blocks.queries), 0));
-        k.rows = int(AtLeast(AtMost(keys, query + rows + row.high - key), 0));
-        const ScoreTile tile{batch, kv_head * group + h, query, key, rows, k.rows, Padded(rows)};
-        KeyBits seen;
-        const Visible visible = rows > 0 && k.rows > 0 ? FindVisible(p, row, tile, seen) : kNone;
         float* dq = dquery + h * head_size + query * ld;
-        if (set) {
-          const int64_t end = AtMost(p.seq_q - query, blocks.queries) * ld;
-          for (int64_t i = visible == kNone ? 0 : rows * ld; i < end; i += kLanes) {
-            Store(dq + i, Floats{});
+        Update update = kAdd;
+        if (first) {
+          const int64_t size = AtMost(p.seq_q - query, blocks.queries) * ld;
+          for (int64_t i = rows * ld; i < size; i += kLanes) Store(dq + i, Floats{});
+          update = kSet;
+        }
+        for (int i = 0; i < count; ++i) {
+          KeyBlock<T>& b = held[i];
+          Operand<T>& k = b.k;
+          k.rows = int(AtLeast(AtMost(b.keys, query + rows + row.high - b.key), 0));
+          const ScoreTile tile{batch,  kv_head * group + h, query, b.key, rows,
+                               k.rows, Padded(rows)};
+          KeyBits seen;
+          const Visible visible = rows > 0 && k.rows > 0 ? FindVisible(p, row, tile, seen) : kNone;
+          if (visible == kNone) continue;
+          const int64_t index = (local_head * group + h) * g.query_blocks + query / blocks.queries;
+          QueryBlock<T> block = PackedQueries<T>(p, g, tile, index);
+          block.q.finite = block.finite[0] != 0.0f;
+          block.doutput.finite = block.finite[1] != 0.0f;
+          ScoreGradients(p, g, tile, block, k, b.v, visible, seen, weights, dscores, slope);
+          MatMulWeights<false>(kAdd, k.rows, weights, tile.lanes, block.doutput, b.dv);
+          MatMulWeights<false>(kAdd, k.rows, dscores, tile.lanes, block.q, b.dk);
+          DropNonFinite(&k);
+          MatMulWeights<true>(update, rows, dscores, tile.lanes, k, dq);
+          update = kAdd;
+          if (!k.finite) {
+            k.rows = b.keys;
+            Pack(&k);
           }
         }
-        if (visible == kNone) continue;
-        const int64_t index = (local_head * group + h) * g.query_blocks + query / blocks.queries;
-        QueryBlock<T> block = PackedQueries<T>(p, g, tile, index);
-        block.q.finite = block.finite[0] != 0.0f;
-        block.doutput.finite = block.finite[1] != 0.0f;
-        ScoreGradients(p, g, tile, block, k, v, visible, seen, weights, dscores, slope);
-        MatMulWeights<false>(kAdd, k.rows, weights, tile.lanes, block.doutput, dv);
-        MatMulWeights<false>(kAdd, k.rows, dscores, tile.lanes, block.q, dk);
-        DropNonFinite(&k);
-        MatMulWeights<true>(set ? kSet : kAdd, rows, dscores, tile.lanes, k, dq);
-        if (!k.finite) {
-          k.rows = keys;
-          Pack(&k);
+        if (update == kSet) {
+          for (int64_t i = 0; i < rows * ld; i += kLanes) Store(dq + i, Floats{});
         }
       }
     }
-    for (int r = 0; r < size; ++r) {
-      StoreRow(dk + r * ld, 1.0f, head_dim, dkey + (at + r * p.kv_heads) * head_dim);
-      StoreRow(dv + r * value_ld, 1.0f, value_dim, dvalue + (at + r * p.kv_heads) * value_dim);
+    for (int i = 0; i < count; ++i) {
+      for (int r = 0; r < held[i].size; ++r) {
+        const int64_t at = (batch * p.seq_k + held[i].key + r) * p.kv_heads + kv_head;
+        StoreRow(held[i].dk + r * ld, 1.0f, head_dim, dkey + at * head_dim);
+        StoreRow(held[i].dv + r * value_ld, 1.0f, value_dim, dvalue + at * value_dim);
+      }
     }
   }
 }
