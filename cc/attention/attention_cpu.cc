@@ -14,6 +14,7 @@ namespace {
 constexpr int kPad = 16;          // the widest vector
 constexpr int kMaxQueries = 64;   // of a tile of scores: four of the widest vectors
 constexpr int kMaxKeys = 64;      // of a tile of scores: the bits of a word
+constexpr int kMaxKeyBlocks = 2;  // more save little
 constexpr int kScratch = 61440;   // floats on the stack of a task; the tiles fit a core's cache
 constexpr int kFewestTasks = 16;  // below it sums are split, at the cost of memory
 constexpr int64_t kPackedFloats = 1 << 24;  // of queries at once, unless the tasks are too few
@@ -38,9 +39,9 @@ struct AttentionRow {
   int64_t queries, keys, low, high;
 };
 
-// How many queries and keys a task holds at once.
+// How many queries and keys a tile has, and how many such blocks of keys a task holds at once.
 struct AttentionBlocks {
-  int queries, keys;
+  int queries, keys, key_blocks;
 };
 
 struct AttentionGradients {
@@ -109,14 +110,16 @@ AttentionBlocks ForwardBlocks(const AttentionProblem& p) {
                                    p.batch * p.heads * Blocks(p.seq_q, queries) < kFewestTasks)) {
     queries /= 2;
   }
-  return {queries, keys};
+  return {queries, keys, 1};
 }
 
-// The gradients hold two operands and two sums of `keys` rows, and three tiles.
+// The gradients hold two operands and two sums for each block of keys, and three tiles.
 AttentionBlocks GradBlocks(int64_t head_dim, int64_t value_dim) {
   const int dims = Padded(head_dim) + Padded(value_dim);
-  const int keys = kScratch / (2 * dims + 3 * kMaxQueries) / kPad * kPad;
-  return {kMaxQueries, keys < kMaxKeys ? keys : kMaxKeys};
+  const int room = kScratch / (2 * dims + 3 * kMaxQueries) / kPad * kPad;
+  const int keys = room < kMaxKeys ? room : kMaxKeys;
+  const int blocks = (kScratch - 3 * keys * kMaxQueries) / (2 * keys * dims + 1);
+  return {kMaxQueries, keys, blocks < kMaxKeyBlocks ? blocks : kMaxKeyBlocks};
 }
 
 // The bias gradient holds two operands, a block of queries, and four tiles.
@@ -124,7 +127,7 @@ AttentionBlocks BiasGradBlocks(int64_t head_dim, int64_t value_dim) {
   const int dims = Padded(head_dim) + Padded(value_dim);
   const int keys = dims <= 256 ? kMaxKeys : kMaxKeys / 2;
   const int queries = (kScratch - keys * dims - kPad) / (2 * dims + 4 * keys + 2) / kPad * kPad;
-  return {queries < kMaxQueries ? queries : kMaxQueries, keys};
+  return {queries < kMaxQueries ? queries : kMaxQueries, keys, 1};
 }
 
 // The floats of a packed block of queries.
