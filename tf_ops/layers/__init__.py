@@ -11,9 +11,14 @@ if keras.backend.backend() != "tensorflow":
 
 from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention
 from tf_ops.layers.linear_cross_entropy import LinearCrossEntropy
-from tf_ops.layers.normalization import LayerNormalization, RMSNormalization
+from tf_ops.layers.normalization import (
+    GroupNormalization,
+    LayerNormalization,
+    RMSNormalization,
+)
 
 __all__ = [
+    "GroupNormalization",
     "GroupQueryAttention",
     "LayerNormalization",
     "LinearCrossEntropy",
