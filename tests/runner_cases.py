@@ -449,11 +449,47 @@ def softmax_cases():
     yield "softmax/no_row", softmax_case(np.float32, (0, 7), None)
 
 
+def group_normalization_case(dtype, shape, groups, weight_dtype=None, plain=False):
+    """Forward and gradient of one group normalization."""
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        normal = lambda shape, dtype=dtype: rng.standard_normal(shape).astype(dtype)
+        x, dy = normal(shape), normal(shape)
+        weights = [normal(0 if plain else shape[2], weight_dtype or dtype) for _ in range(2)]
+        stats = [((shape[0], groups), np.float32)] * 2
+        outputs = [(shape, dtype), *stats]
+        inputs = [x, *weights]
+        results, problem = compare(
+            kernels, gpu, repeat, "TfOps>GroupNormalization", inputs, [groups, 1e-3], outputs
+        )
+        outputs = [(shape, dtype), *((w.shape, w.dtype) for w in weights)]
+        inputs = [dy, x, *weights, *results[1:]]
+        problem += compare(
+            kernels, gpu, repeat, "TfOps>GroupNormalizationGrad", inputs, [groups, 1e-3], outputs
+        )[1]
+        return problem
+
+    return run
+
+
+def group_normalization_cases():
+    shapes = [((2, 50, 64, 1), 8), ((2, 7, 12, 1), 3), ((1, 3, 4096, 1), 1), ((2, 90, 5, 1), 5)]
+    shapes += [((2, 1, 12, 64), 3), ((2, 1, 6, 49), 2), ((2, 3, 6, 8), 2), ((1, 1, 2, 3000), 1)]
+    for (name, dtype), (shape, groups) in itertools.product(FLOATS.items(), shapes):
+        at = f"group_normalization/{name}/{shape}"
+        yield at, group_normalization_case(dtype, shape, groups)
+        yield f"{at}/plain", group_normalization_case(dtype, shape, groups, plain=True)
+        yield f"{at}/float32_weights", group_normalization_case(dtype, shape, groups, np.float32)
+    yield "group_normalization/no_sample", group_normalization_case(np.float32, (0, 2, 4, 1), 2)
+
+
 def cases():
     yield from attention_cases()
     yield from normalization_cases()
     yield from cross_entropy_cases()
     yield from gated_linear_unit_cases()
+    yield from group_normalization_cases()
     yield from linear_cross_entropy_cases()
     yield from rotary_embedding_cases()
     yield from softmax_cases()

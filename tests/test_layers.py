@@ -320,6 +320,14 @@ NORMALIZATIONS = {
     "layer_apart": ("LayerNormalization", {"axis": [1, 3]}, (2, 5, 3, 7)),
     "layer_no_center": ("LayerNormalization", {"center": False, "epsilon": 0.1}, (3, 40)),
     "layer_no_scale": ("LayerNormalization", {"scale": False}, (3, 40)),
+    "group": ("GroupNormalization", {"groups": 4}, (3, 5, 2, 8)),
+    "group_first": ("GroupNormalization", {"groups": 2, "axis": 1}, (3, 6, 5)),
+    "group_each": ("GroupNormalization", {"groups": -1, "center": False}, (3, 5, 7)),
+    "group_neither": (
+        "GroupNormalization",
+        {"groups": 1, "center": False, "scale": False, "epsilon": 0.1},
+        (3, 40),
+    ),
     "layer_neither": ("LayerNormalization", {"center": False, "scale": False}, (3, 40)),
 }
 
@@ -351,6 +359,7 @@ def test_normalization_under_xla(name):
     [
         ("RMSNormalization", {}, "float64"),
         ("LayerNormalization", {}, "float64"),
+        ("GroupNormalization", {"groups": 1}, "float64"),
         ("LayerNormalization", {"rms_scaling": True}, "float32"),
         ("LayerNormalization", {"axis": [-1, 1]}, "float32"),  # Weights laid out in that order.
     ],

@@ -12,11 +12,16 @@ if keras.backend.backend() != "tensorflow":
 from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention
 from tf_ops.layers.glu import GatedLinearUnit
 from tf_ops.layers.linear_cross_entropy import LinearCrossEntropy
-from tf_ops.layers.normalization import LayerNormalization, RMSNormalization
+from tf_ops.layers.normalization import (
+    GroupNormalization,
+    LayerNormalization,
+    RMSNormalization,
+)
 from tf_ops.layers.rotary import RotaryEmbedding
 
 __all__ = [
     "GatedLinearUnit",
+    "GroupNormalization",
     "GroupQueryAttention",
     "LayerNormalization",
     "LinearCrossEntropy",

@@ -3,6 +3,7 @@
 
 import keras
 
+from tf_ops._ops.group_normalization import group_normalization
 from tf_ops._ops.normalization import layer_normalization, rms_normalization
 from tf_ops.layers._dtypes import is_served
 
@@ -38,6 +39,23 @@ class LayerNormalization(keras.layers.LayerNormalization):
             return super().call(inputs)
         outputs = layer_normalization(
             inputs, self.gamma, self.beta, axis=self.axis, epsilon=self.epsilon
+        )
+        return keras.ops.cast(outputs, self.compute_dtype)
+
+
+@keras.saving.register_keras_serializable(package="tf_ops")
+class GroupNormalization(keras.layers.GroupNormalization):
+    """`keras.layers.GroupNormalization` computed by `tf_ops.group_normalization`.
+
+    Arguments, weights, config and numbers are those of the stock layer, whose own computation
+    serves dtypes other than float32, float16 and bfloat16.
+    """
+
+    def call(self, inputs):
+        if not is_served(inputs.dtype):
+            return super().call(inputs)
+        outputs = group_normalization(
+            inputs, self.gamma, self.beta, self.groups, self.axis, self.epsilon
         )
         return keras.ops.cast(outputs, self.compute_dtype)
 
