@@ -55,7 +55,7 @@ __device__ int64_t Channel(const GroupNormalizationProblem& p, int64_t in_run, i
 template <typename T, int kVec, bool kLast>
 __global__ void __launch_bounds__(kThreads) GroupNormalizationKernel(GroupNormalizationProblem p) {
   using Vector = Raw<T, kVec>;
-  __shared__ float partial[2][1][32];
+  __shared__ WarpSums<1> warps;
   int half = 0;
   for (int64_t index = blockIdx.x; index < p.samples * p.groups; index += gridDim.x) {
     const Group<kVec> group(p, index);
@@ -72,14 +72,14 @@ __global__ void __launch_bounds__(kThreads) GroupNormalizationKernel(GroupNormal
 #pragma unroll
       for (int i = 0; i < kVec; ++i) sum[0] += a[i];
     }
-    SumOverRow<kThreads>(sum, partial, half);
+    SumOverRow<kThreads>(sum, warps, half);
     const float mean = sum[0] / count;
     for (int64_t v = threadIdx.x; v < group.vectors; v += kThreads) {
       load(v, &in_run, a);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) squares[0] += (a[i] - mean) * (a[i] - mean);
     }
-    SumOverRow<kThreads>(squares, partial, half);
+    SumOverRow<kThreads>(squares, warps, half);
     const float rstd = rsqrtf(squares[0] / count + p.epsilon);
     if (threadIdx.x == 0) {
       p.mean[index] = mean;
@@ -105,7 +105,7 @@ template <typename T, int kVec, bool kLast>
 __global__ void __launch_bounds__(kThreads)
     GroupNormalizationGradKernel(GroupNormalizationProblem p) {
   using Vector = Raw<T, kVec>;
-  __shared__ float partial[2][2][32];
+  __shared__ WarpSums<2> warps;
   __shared__ float by_thread[kLast ? 2 : 1][kLast ? kThreads * kVec : 1];
   int half = 0;
   for (int64_t index = blockIdx.x; index < p.samples * p.groups; index += gridDim.x) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
           finish_channel(begin * kVec + c, sum_dy, sum_dy_xhat);
         }
       }
-      SumOverRow<kThreads>(total, partial, half);
+      SumOverRow<kThreads>(total, warps, half);
     } else {
       const int64_t per_channel = p.inner / kVec;
       for (int64_t c = 0; c < p.group_channels; ++c) {
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads)
           both[0] += sum[0][i];
           both[1] += sum[1][i];
         }
-        SumOverRow<kThreads>(both, partial, half);
+        SumOverRow<kThreads>(both, warps, half);
         // Every thread adds up the same totals; one writes.
         const float gamma = Weight<T>(p.gamma, p.float_weights, group.channel + c, 1.0f);
         total[0] += both[0] * gamma;
