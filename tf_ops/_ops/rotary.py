@@ -55,7 +55,7 @@ def rotary_embedding(
             position that is no row of `cos`; on the GPU such a token becomes NaN.
     """
     # A list of tensors is what a tuple becomes in a saved Keras model.
-    pair = isinstance(x, (tuple, list)) and all(hasattr(t, "shape") for t in x)
+    pair = isinstance(x, tuple) or isinstance(x, list) and all(hasattr(t, "shape") for t in x)
     if pair and len(x) != 2:
         raise ValueError(f"rotary_embedding: x holds {len(x)} tensors; it must be (query, key)")
     x, key = map(tf.convert_to_tensor, x) if pair else (tf.convert_to_tensor(x), None)
