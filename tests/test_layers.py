@@ -632,6 +632,24 @@ def test_functions_build_models_that_save_and_load(tmp_path):
         assert names.count("dot_product_attention") <= len(names) == len(set(names))
 
 
+def test_rotary_and_gated_functions_build_models_that_save_and_load(tmp_path):
+    query, key = keras.Input((None, 4, 8)), keras.Input((None, 2, 8))
+    positions = keras.Input((None,), dtype="int32")
+    rotated = tf_ops.rotary_embedding((query, key), positions, interleaved=True)
+    outputs = [*rotated, tf_ops.gated_linear_unit(rotated[0], activation="gelu")]
+    assert outputs[2].shape == (None, None, 4, 4)
+    model = keras.Model([query, key, positions], outputs)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    inputs = [x.numpy() for x in draw((2, 5, 4, 8), (2, 5, 2, 8))]
+    inputs.append(np.int32([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]))
+    q, k = tf_ops.rotary_embedding(tuple(inputs[:2]), inputs[2], interleaved=True)
+    expected = q, k, tf_ops.gated_linear_unit(q, activation="gelu")
+    for built in (model, again):
+        for a, b in zip(built(inputs), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def test_errors_of_symbolic_calls_name_the_argument():
     query, key = keras.Input((5, 8, 16)), keras.Input((7, 3, 16))
     with pytest.raises(ValueError, match="8 heads, key and value 3"):

@@ -28,8 +28,8 @@ def rotary_embedding(
 
     Pair i of a head turns by positions / scaling_factor * theta ** (-2 i / rotary_dim) radians.
     Angles are exact at any position, for theta and scaling_factor as rounded to float32;
-    arithmetic is in float32. The gradient is the inverse
-    rotation and keeps nothing of `x`. https://arxiv.org/abs/2104.09864
+    arithmetic is in float32. The gradient is the inverse rotation, for which `x` is not needed.
+    https://arxiv.org/abs/2104.09864
 
     Args:
         x: [batch, seq, heads, head_dim] tensor of float32, float16 or bfloat16; or a tuple
@@ -54,9 +54,10 @@ def rotary_embedding(
         tf.errors.InvalidArgumentError: a shape that was not known before, or, on the CPU, a
             position that is no row of `cos`; on the GPU such a token becomes NaN.
     """
-    pair = isinstance(x, tuple)
+    # A list of tensors is what a tuple becomes in a saved Keras model.
+    pair = isinstance(x, tuple) or isinstance(x, list) and all(hasattr(t, "shape") for t in x)
     if pair and len(x) != 2:
-        raise ValueError(f"rotary_embedding: x is a tuple of {len(x)}; it must be (query, key)")
+        raise ValueError(f"rotary_embedding: x holds {len(x)} tensors; it must be (query, key)")
     x, key = map(tf.convert_to_tensor, x) if pair else (tf.convert_to_tensor(x), None)
     _check_tensors(x, key)
     positions = _positions(x, positions)
