@@ -21,6 +21,9 @@ import time
 
 import torch
 import torch.nn.functional as F
+from group_normalization_torch import bench_group_normalization, check_group_normalization
+from linear_cross_entropy_torch import bench_linear_cross_entropy, check_linear_cross_entropy
+from softmax_torch import bench_softmax, check_softmax
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "build" / "libtf_ops_kernels.so"
 GPU = torch.cuda.is_available()
@@ -315,8 +318,18 @@ def normalization_peers(layer, shape, epsilon):
     return peers
 
 
-CHECKS = {"normalization": check_normalization}
-BENCHMARKS = {"normalization": bench_normalization}
+CHECKS = {
+    "normalization": check_normalization,
+    "group_normalization": check_group_normalization,
+    "linear_cross_entropy": check_linear_cross_entropy,
+    "softmax": check_softmax,
+}
+BENCHMARKS = {
+    "normalization": bench_normalization,
+    "group_normalization": bench_group_normalization,
+    "linear_cross_entropy": bench_linear_cross_entropy,
+    "softmax": bench_softmax,
+}
 START = time.time()
 
 
