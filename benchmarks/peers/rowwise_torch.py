@@ -21,6 +21,9 @@ import time
 
 import torch
 import torch.nn.functional as F
+from group_normalization_torch import bench_group_normalization, check_group_normalization
+from linear_cross_entropy_torch import bench_linear_cross_entropy, check_linear_cross_entropy
+from softmax_torch import bench_softmax, check_softmax
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "build" / "libtf_ops_kernels.so"
 GPU = torch.cuda.is_available()
@@ -642,11 +645,17 @@ CHECKS = {
     "normalization": check_normalization,
     "glu": check_gated_linear_unit,
     "rotary": check_rotary_embedding,
+    "softmax": check_softmax,
+    "group_normalization": check_group_normalization,
+    "linear_cross_entropy": check_linear_cross_entropy,
 }
 BENCHMARKS = {
     "normalization": bench_normalization,
     "glu": bench_gated_linear_unit,
     "rotary": bench_rotary_embedding,
+    "softmax": bench_softmax,
+    "group_normalization": bench_group_normalization,
+    "linear_cross_entropy": bench_linear_cross_entropy,
 }
 START = time.time()
 
