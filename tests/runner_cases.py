@@ -54,6 +54,9 @@ def attention_case(
     soft_cap=0.0,
     is_causal=False,
     bottom_right=False,
+    window=(-1, -1),
+    sink=False,
+    dropout_rate=0.0,
     lse_gradient=False,
 ):
     """Forward and gradients of one attention; bias and mask are shapes."""
@@ -72,10 +75,11 @@ def attention_case(
             rng.random(mask) < 0.7 if mask else ABSENT.astype(bool),
             rng.integers(0, seq_q + 1, batch, np.int32) if lengths else ABSENT.astype(np.int32),
             rng.integers(0, seq_k + 1, batch, np.int32) if lengths else ABSENT.astype(np.int32),
-            ABSENT,
-            ABSENT.astype(np.int64),
+            rng.standard_normal(heads).astype(np.float32) if sink else ABSENT,
+            np.int64([3, -(2**40)]) if dropout_rate else ABSENT.astype(np.int64),
         ]
-        attributes = [max(head_dim, 1) ** -0.5, soft_cap, is_causal, bottom_right, -1, -1, 0.0]
+        attributes = [max(head_dim, 1) ** -0.5, soft_cap, is_causal, bottom_right]
+        attributes += [*window, dropout_rate]
         inputs = [query, key, value, *options]
         outputs = [(output, dtype), (lse, np.float32)]
         results, problem = compare(
@@ -110,6 +114,9 @@ def attention_cases():
         soft_cap=5.0,
         is_causal=True,
         bottom_right=True,
+        window=(40, -1),
+        sink=True,
+        dropout_rate=0.3,
         lse_gradient=True,
     )
     for (name, dtype), dim in itertools.product(FLOATS.items(), (64, 128, 256, 40, 59)):
@@ -122,6 +129,15 @@ def attention_cases():
             f"attention/{name}/d{dim}/everything",
             attention_case(dtype, head_dim=dim, **everything),
         )
+        if dim % 64:
+            continue
+        at = f"attention/{name}/d{dim}"
+        no_dropout = everything | {"dropout_rate": 0.0}
+        yield f"{at}/no_dropout", attention_case(dtype, head_dim=dim, **no_dropout)
+        yield f"{at}/dropout", attention_case(dtype, head_dim=dim, dropout_rate=0.4)
+        # Tiles that the window hides on both sides.
+        window = {"seq_q": 300, "seq_k": 330, "window": (50, 9), "sink": True}
+        yield f"{at}/window", attention_case(dtype, batch=1, head_dim=dim, **window)
     for name, dtype in FLOATS.items():
         yield f"attention/{name}/values_wider", attention_case(dtype, head_dim=33, value_dim=72)
         yield (

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tf_ops
 from tests.common import DTYPES, check, check_rejected
+from tests.philox import kept_pairs, philox
 from tf_ops import dot_product_attention
 from tf_ops._library import library
 from tf_ops._ops import attention
@@ -40,34 +41,6 @@ def visible_pairs(query, key, mask, is_causal, alignment, window, query_lengths,
         left, right = window if isinstance(window, tuple) else (window, window)
         visible &= (j >= diagonal - min(left, 10**9)) & (j <= diagonal + min(right, 10**9))
     return visible
-
-
-def philox(counter, key, rounds=7):
-    """Philox4x32 (Salmon et al., 2011) of uint64 arrays below 2^32."""
-    low = np.uint64(0xFFFFFFFF)
-    c, k = [np.uint64(x) for x in counter], [np.uint64(x) for x in key]
-    for _ in range(rounds):
-        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
-        c = [
-            (b >> np.uint64(32)) ^ c[1] ^ k[0],
-            b & low,
-            (a >> np.uint64(32)) ^ c[3] ^ k[1],
-            a & low,
-        ]
-        k = [(k[0] + np.uint64(0x9E3779B9)) & low, (k[1] + np.uint64(0xBB67AE85)) & low]
-    return c
-
-
-def kept_pairs(seed, rate, shape):
-    """bool [batch, heads, seq_q, seq_k]: what the dropout keeps."""
-    batch, heads, seq_q, seq_k = shape
-    halves = lambda x: [int(x) % 2**32, int(x) % 2**64 // 2**32]
-    *key, salt, _ = philox([*halves(seed[1]), 0, 0], halves(seed[0]))
-    head = np.arange(batch * heads).reshape(batch, heads, 1, 1)
-    query, block = np.arange(seq_q)[:, None], np.arange((seq_k + 3) // 4)
-    words = np.stack(np.broadcast_arrays(*philox([block, query, head, salt], key)), 4)
-    words = words.reshape(batch, heads, seq_q, -1)[..., :seq_k]
-    return words >= round(float(np.float32(rate)) * 2**32)
 
 
 def reference(
