@@ -54,6 +54,9 @@ def attention_case(
     soft_cap=0.0,
     is_causal=False,
     bottom_right=False,
+    window=(-1, -1),
+    sink=False,
+    dropout_rate=0.0,
     lse_gradient=False,
 ):
     """Forward and gradients of one attention; bias and mask are shapes."""
@@ -72,10 +75,11 @@ def attention_case(
             rng.random(mask) < 0.7 if mask else ABSENT.astype(bool),
             rng.integers(0, seq_q + 1, batch, np.int32) if lengths else ABSENT.astype(np.int32),
             rng.integers(0, seq_k + 1, batch, np.int32) if lengths else ABSENT.astype(np.int32),
-            ABSENT,
-            ABSENT.astype(np.int64),
+            rng.standard_normal(heads).astype(np.float32) if sink else ABSENT,
+            np.int64([3, -(2**40)]) if dropout_rate else ABSENT.astype(np.int64),
         ]
-        attributes = [max(head_dim, 1) ** -0.5, soft_cap, is_causal, bottom_right, -1, -1, 0.0]
+        attributes = [max(head_dim, 1) ** -0.5, soft_cap, is_causal, bottom_right]
+        attributes += [*window, dropout_rate]
         inputs = [query, key, value, *options]
         outputs = [(output, dtype), (lse, np.float32)]
         results, problem = compare(
@@ -110,6 +114,9 @@ def attention_cases():
         soft_cap=5.0,
         is_causal=True,
         bottom_right=True,
+        window=(40, -1),
+        sink=True,
+        dropout_rate=0.3,
         lse_gradient=True,
     )
     for (name, dtype), dim in itertools.product(FLOATS.items(), (64, 128, 256, 40, 59)):
@@ -122,6 +129,15 @@ def attention_cases():
             f"attention/{name}/d{dim}/everything",
             attention_case(dtype, head_dim=dim, **everything),
         )
+        if dim % 64:
+            continue
+        at = f"attention/{name}/d{dim}"
+        no_dropout = everything | {"dropout_rate": 0.0}
+        yield f"{at}/no_dropout", attention_case(dtype, head_dim=dim, **no_dropout)
+        yield f"{at}/dropout", attention_case(dtype, head_dim=dim, dropout_rate=0.4)
+        # Tiles that the window hides on both sides.
+        window = {"seq_q": 300, "seq_k": 330, "window": (50, 9), "sink": True}
+        yield f"{at}/window", attention_case(dtype, batch=1, head_dim=dim, **window)
     for name, dtype in FLOATS.items():
         yield f"attention/{name}/values_wider", attention_case(dtype, head_dim=33, value_dim=72)
         yield (
@@ -199,6 +215,81 @@ def cross_entropy_cases():
     yield "cross_entropy/no_token", cross_entropy_case(np.float32, 0, 5)
 
 
+def linear_cross_entropy_case(dtype, tokens, classes, first, whole_dtype=np.float32, **options):
+    """The steps of a block of classes, of which there are 3 * classes in all."""
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+        smoothing, z_loss, cap = (
+            options.get(x, 0.0) for x in ("label_smoothing", "z_loss", "soft_cap")
+        )
+        ignored = [bool(options), -100]
+        labels = rng.integers(0, 3 * classes, tokens, np.int64 if options else np.int32)
+        labels = np.where(rng.random(tokens) < 0.3 * bool(options), labels.dtype.type(-100), labels)
+        logits = normal(tokens, classes).astype(dtype)
+        span = np.array([first, 3 * classes], np.int64)
+        sums = np.abs(normal(tokens, 4))
+        _, problem = compare(
+            kernels,
+            gpu,
+            repeat,
+            "TfOps>LinearCrossEntropy",
+            [labels, logits, span, sums],
+            [*ignored, smoothing, cap],
+            [(sums.shape, np.float32)],
+        )
+        problem += compare(
+            kernels,
+            gpu,
+            repeat,
+            "TfOps>LinearCrossEntropyGrad",
+            [normal(tokens), labels, logits, span, 3 + sums[:, 0], sums[:, 1]],
+            [*ignored, smoothing, z_loss, cap],
+            [(logits.shape, dtype)],
+        )[1]
+        problem += compare(
+            kernels,
+            gpu,
+            repeat,
+            "TfOps>LinearCrossEntropyHiddenGrad",
+            [normal(tokens, classes), logits],
+            [],
+            [(logits.shape, np.float32)],
+        )[1]
+        for transposed in (False, True):
+            shape = (3 * classes, tokens) if transposed else (tokens, 3 * classes)
+            problem += compare(
+                kernels,
+                gpu,
+                repeat,
+                "TfOps>LinearCrossEntropyKernelGrad",
+                [
+                    normal(*shape).astype(whole_dtype),
+                    logits.T.copy() if transposed else logits,
+                    span,
+                ],
+                [transposed],
+                [(shape, whole_dtype)],
+            )[1]
+        return problem
+
+    return run
+
+
+def linear_cross_entropy_cases():
+    everything = dict(label_smoothing=0.1, z_loss=0.01, soft_cap=2.0)
+    sizes = [(70, 3, 3), (9, 128, 128), (9, 127, 0), (5, 2048, 1001), (3, 4097, 4097)]
+    for (name, dtype), (tokens, classes, first) in itertools.product(FLOATS.items(), sizes):
+        at = f"linear_cross_entropy/{name}/{tokens}x{classes}"
+        yield at, linear_cross_entropy_case(dtype, tokens, classes, first)
+        yield (
+            f"{at}/everything",
+            linear_cross_entropy_case(dtype, tokens, classes, first, dtype, **everything),
+        )
+    yield "linear_cross_entropy/no_token", linear_cross_entropy_case(np.float32, 0, 5, 5)
+
+
 def normalization_case(dtype, shape, weight, layer, plain=False, weight_dtype=None):
     """Forward and gradient of one rms or layer normalization over the last axis.
 
@@ -253,7 +344,38 @@ def normalization_cases():
         yield f"{family}/no_row", normalization_case(dtype, (0, 40), (40,), layer)
 
 
+def gated_linear_unit_case(dtype, shape, activation, packed):
+    """Forward and gradient of one gated linear unit; shape is that of its result."""
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        normal = lambda *shape: rng.standard_normal(shape).astype(dtype)
+        gate = normal(*shape[:-1], shape[-1] * (1 + packed))
+        inputs = [gate, ABSENT.astype(dtype) if packed else normal(*shape)]
+        attributes = [activation, packed]
+        op, outputs = "TfOps>GatedLinearUnit", [(shape, dtype)]
+        _, problem = compare(kernels, gpu, repeat, op, inputs, attributes, outputs)
+        inputs, outputs = [normal(*shape), *inputs], [(x.shape, dtype) for x in inputs]
+        return problem + compare(kernels, gpu, repeat, op + "Grad", inputs, attributes, outputs)[1]
+
+    return run
+
+
+def gated_linear_unit_cases():
+    # Vectors with and without a rest, and rows of a packed gate without whole vectors.
+    shapes = [(0, 8), (1, 1), (3, 7), (37, 64), (5, 1000), (3, 4099)]
+    for (name, dtype), packed in itertools.product(FLOATS.items(), (False, True)):
+        for activation in ("silu", "gelu", "gelu_tanh", "relu", "sigmoid"):
+            for shape in shapes if activation == "silu" else shapes[-2:]:
+                yield (
+                    f"glu/{activation}/{name}/{'packed/' * packed}{shape[0]}x{shape[1]}",
+                    gated_linear_unit_case(dtype, shape, activation, packed),
+                )
+
+
 def cases():
     yield from attention_cases()
     yield from normalization_cases()
     yield from cross_entropy_cases()
+    yield from gated_linear_unit_cases()
+    yield from linear_cross_entropy_cases()

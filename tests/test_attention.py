@@ -13,15 +13,17 @@ import tensorflow as tf
 
 import tf_ops
 from tests.common import DTYPES, check, check_rejected
+from tests.philox import kept_pairs, philox
 from tf_ops import dot_product_attention
 from tf_ops._library import library
 from tf_ops._ops import attention
 
 # Arguments that are no inputs of the functions compared.
 STATIC = ("scale", "is_causal", "attn_logits_soft_cap", "causal_alignment", "return_lse")
+STATIC += ("local_window_size", "dropout_rate")
 
 
-def visible_pairs(query, key, mask, is_causal, causal_alignment, query_lengths, key_lengths):
+def visible_pairs(query, key, mask, is_causal, alignment, window, query_lengths, key_lengths):
     """bool [batch, heads, seq_q, seq_k]."""
     batch, seq_q, heads = query.shape[:3]
     seq_k = key.shape[1]
@@ -32,8 +34,12 @@ def visible_pairs(query, key, mask, is_causal, causal_alignment, query_lengths, 
     visible = tf.broadcast_to((i < num_q) & (j < num_k), [batch, heads, seq_q, seq_k])
     if mask is not None:
         visible &= mask
+    diagonal = i + (num_k - num_q if alignment == "bottom_right" else 0)
     if is_causal:
-        visible &= j <= i + (num_k - num_q if causal_alignment == "bottom_right" else 0)
+        visible &= j <= diagonal
+    if window is not None:
+        left, right = window if isinstance(window, tuple) else (window, window)
+        visible &= (j >= diagonal - min(left, 10**9)) & (j <= diagonal + min(right, 10**9))
     return visible
 
 
@@ -49,11 +55,22 @@ def reference(
     causal_alignment="top_left",
     query_seq_lengths=None,
     key_value_seq_lengths=None,
+    sink=None,
+    local_window_size=None,
+    dropout_rate=0.0,
+    seed=None,
     return_lse=False,
 ):
     """What stock Keras computes and in its dtypes, with rows of no key at 0."""
     visible = visible_pairs(
-        query, key, mask, is_causal, causal_alignment, query_seq_lengths, key_value_seq_lengths
+        query,
+        key,
+        mask,
+        is_causal,
+        causal_alignment,
+        local_window_size,
+        query_seq_lengths,
+        key_value_seq_lengths,
     )
     wide = tf.float64 if query.dtype == tf.float64 else tf.float32
     groups = query.shape[2] // max(key.shape[2], 1)
@@ -66,8 +83,17 @@ def reference(
         x += tf.cast(bias, wide)
     sees = tf.reduce_any(visible, 3, keepdims=True)
     x = tf.where(visible, x, -1e30)
-    probabilities = tf.where(visible, tf.nn.softmax(x), 0)
-    output = tf.einsum("bhij,bjhd->bihd", tf.cast(probabilities, value.dtype), value)
+    seq_k = x.shape[3]
+    if sink is not None:
+        sinks = tf.broadcast_to(tf.cast(sink, wide)[:, None, None], [*x.shape[:3], 1])
+        x, sees = tf.concat([x, sinks], 3), tf.ones_like(sees)
+    probabilities = tf.where(visible, tf.nn.softmax(x)[..., :seq_k], 0)
+    probabilities = tf.cast(probabilities, value.dtype)
+    if dropout_rate:
+        kept = kept_pairs(seed.numpy(), dropout_rate, probabilities.shape)
+        dropped = probabilities / tf.cast(1 - np.float32(dropout_rate), value.dtype)
+        probabilities = tf.where(kept, dropped, 0)
+    output = tf.einsum("bhij,bjhd->bihd", probabilities, value)
     if not return_lse:
         return output
     lse = tf.reduce_logsumexp(tf.where(sees, x, 0), 3, keepdims=True)
@@ -134,6 +160,9 @@ FEATURES = pairwise(
         "lengths": ["none", "keys", "both"],
         "scale": [None, "float", "tensor"],
         "lse": [False, True],
+        "window": [None, 3, (0, 5), (7, 0), (2**40, 2)],
+        "sink": [False, True],
+        "dropout": [0.0, 0.3],
         "dims": [(8, 8), (24, 40), (40, 24)],
         "seq": [(17, 33), (33, 17), (1, 31), (64, 65)],
         "dtype": DTYPES,
@@ -172,6 +201,12 @@ def arguments_of(case, seed=0):
         arguments["key_value_seq_lengths"] = lengths(seq_k)
     if case["lengths"] == "both":
         arguments["query_seq_lengths"] = lengths(seq_q)
+    if case.get("window") is not None:
+        arguments["local_window_size"] = case["window"]
+    if case.get("sink"):
+        arguments["sink"] = (heads,)
+    if case.get("dropout"):
+        arguments |= {"dropout_rate": case["dropout"], "seed": tf.constant([7, 2**40 + 1])}
     if case["scale"] == "float":
         arguments["scale"] = 0.3
     if case["scale"] == "tensor":
@@ -436,6 +471,18 @@ SECOND_ORDER = [
         "lse": False,
         "scale": "tensor",
     },
+    {
+        "causal": "bottom_right",
+        "mask": "B1TS",
+        "bias": "1N1S",
+        "cap": 1.5,
+        "lengths": "both",
+        "lse": True,
+        "scale": None,
+        "window": (2, 1),
+        "sink": True,
+        "dropout": 0.3,
+    },
 ]
 
 
@@ -621,6 +668,247 @@ def test_same_result_each_time_and_inputs_unchanged(dtype, mode):
         np.testing.assert_array_equal(x, old)
 
 
+# Windows, sinks and dropout.
+
+
+@pytest.mark.parametrize("window", [(40, 0), (0, 40), (3, 17), (0, 0), (64, 64), 130], ids=str)
+def test_window_is_a_mask(window, dtype):
+    """A window (L, 0) that is not causal sees the future; tails beside a tile are wrong."""
+    arguments = {"query": (1, 203, 2, 16), "key": (1, 203, 1, 16), "value": (1, 203, 1, 16)}
+    check_attention(arguments | {"local_window_size": window, "return_lse": True}, dtype, "eager")
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("seq", [(300, 70), (70, 300), (1, 300)], ids=str)
+def test_window_over_tiles(seq, alignment, dtype):
+    """Rows before or behind all keys see none."""
+    seq_q, seq_k = seq
+    arguments = {"query": (2, seq_q, 2, 16), "key": (2, seq_k, 2, 16), "value": (2, seq_k, 2, 16)}
+    arguments |= {"local_window_size": (20, 9), "causal_alignment": alignment}
+    arguments |= {"key_value_seq_lengths": tf.constant([seq_k, seq_k // 2], tf.int32)}
+    check_attention(arguments | {"sink": (2,), "return_lse": True}, dtype, "eager")
+
+
+def test_what_a_window_hides_does_not_leak(dtype):
+    query, key, value = draw(*[(1, 200, 2, 16)] * 3, dtype=dtype)
+    attend = lambda *x: dot_product_attention(*x, local_window_size=(30, 5), return_lse=True)
+    clean, clean_gradients = gradients_of(attend, [query, key, value])
+    bad = (np.arange(200) == 100)[None, :, None, None]
+    put = lambda x, poison: tf.where(bad, tf.cast(poison, dtype), x)
+    for poison in (math.nan, math.inf):
+        dirty = [query, put(key, poison), put(value, poison)]
+        (output, lse), gradients = gradients_of(attend, dirty)
+        sees = (np.arange(200) >= 95) & (np.arange(200) <= 130)
+        np.testing.assert_array_equal(output[:, ~sees], clean[0][:, ~sees])
+        np.testing.assert_array_equal(lse[..., ~sees], clean[1][..., ~sees])
+        np.testing.assert_array_equal(gradients[0][:, ~sees], clean_gradients[0][:, ~sees])
+        seen = (np.arange(200) >= 65) & (np.arange(200) <= 135)  # by one that sees the bad key
+        for a, b in zip(gradients[1:], clean_gradients[1:]):
+            np.testing.assert_array_equal(a[:, ~seen], b[:, ~seen])
+
+
+def test_sink_of_minus_infinity_is_none(dtype):
+    query, key, value = draw(*[(2, 9, 2, 8)] * 3, dtype=dtype)
+    options = {"key_value_seq_lengths": [0, 7], "return_lse": True}
+    with_sink = dot_product_attention(query, key, value, sink=[-math.inf] * 2, **options)
+    for a, b in zip(with_sink, dot_product_attention(query, key, value, **options)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_row_without_a_key_has_the_sink_as_lse(dtype, mode):
+    """0 and the sink's logit, whose gradient is then that of lse; padded queries count as such."""
+    query, key, value = draw((2, 70, 2, 16), (2, 40, 2, 16), (2, 40, 2, 16), dtype=dtype)
+    sink = tf.constant([0.7, -90.0])
+    value = tf.where((np.arange(40) == 39)[:, None, None], tf.cast(math.nan, dtype), value)
+
+    def run(query, key, value, sink):
+        with tf.GradientTape() as tape:
+            tape.watch([query, sink])
+            output, lse = dot_product_attention(
+                query,
+                key,
+                value,
+                sink=sink,
+                key_value_seq_lengths=[0, 39],
+                query_seq_lengths=[70, 30],
+                return_lse=True,
+            )
+            loss = tf.reduce_sum(lse[0]) + tf.reduce_sum(lse[1, :, 30:])
+        return output, lse, tape.gradient(loss, [query, sink])
+
+    if mode != "eager":
+        run = tf.function(run, jit_compile=mode == "xla")
+    output, lse, (dquery, dsink) = run(query, key, value, sink)
+    assert (tf.cast(output[0], tf.float32).numpy() == 0).all()
+    assert (tf.cast(output[1, 30:], tf.float32).numpy() == 0).all()
+    assert np.isfinite(tf.cast(output, tf.float32)).all()
+    np.testing.assert_array_equal(lse[0], tf.repeat(sink[:, None], 70, 1))
+    np.testing.assert_array_equal(lse[1, :, 30:], tf.repeat(sink[:, None], 40, 1))
+    assert (tf.cast(dquery, tf.float32).numpy() == 0).all()
+    np.testing.assert_allclose(dsink, [110.0, 110.0], 1e-6)
+
+
+def test_a_query_of_one_key_and_a_sink_has_a_gradient(dtype):
+    for seq in (1, 2, 3):
+        shapes = {name: (3, seq, 2, 16) for name in ("query", "key", "value")}
+        check_attention(shapes | {"sink": (2,), "is_causal": True}, dtype, "eager", seed=seq)
+
+
+def test_philox_is_that_of_the_paper():
+    """The known answers of Random123."""
+    ones = 2**32 - 1
+    known = {
+        (0, 0): [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48],
+        (ones, ones): [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662],
+    }
+    for (counter, key), words in known.items():
+        assert [int(x) for x in philox([counter] * 4, [key] * 2)] == words
+
+
+@pytest.mark.parametrize("seed", [[1, 2], [-5, 2**62 + 3]], ids=str)
+def test_dropout_replays_in_every_gradient(seed, dtype):
+    """Gradients whose mask is not that of the forward pass, or whose scale is another."""
+    batch, seq_q, seq_k, rate = 2, 150, 202, 0.4
+    kept = kept_pairs(seed, rate, (batch, 4, seq_q, seq_k))
+    attend = lambda *x, **options: dot_product_attention(
+        *x, dropout_rate=rate, seed=seed, **options
+    )
+    zeros = lambda *shape: tf.zeros([batch, *shape], dtype)
+    ones = lambda *shape: tf.ones([batch, *shape], dtype)
+    eye = lambda seq, heads: tf.tile(tf.eye(seq, dtype=dtype)[None, :, None], [batch, 1, heads, 1])
+    eye_k, eye_q = eye(seq_k, 2), eye(seq_q, 4)  # [batch, seq, heads, seq]
+    weights = lambda kept: kept / (1 - rate) / seq_k
+    close = lambda actual, expected: np.testing.assert_allclose(
+        tf.cast(actual, tf.float32), expected, 1e-5 if dtype == tf.float32 else 2e-2, 1e-4 / seq_k
+    )
+
+    # All scores are 0. Values, or upstream gradients, that are unit vectors show the weights.
+    output = attend(zeros(seq_q, 4, 8), zeros(seq_k, 2, 8), eye_k)
+    close(output, weights(kept).transpose(0, 2, 1, 3))
+
+    value = zeros(seq_k, 2, seq_q)
+    with tf.GradientTape() as tape:
+        tape.watch(value)
+        output = attend(zeros(seq_q, 4, 8), zeros(seq_k, 2, 8), value)
+    dvalue = tape.gradient(output, value, eye_q)  # [batch, seq_k, 2, seq_q]
+    close(dvalue, weights(kept).reshape(batch, 2, 2, seq_q, seq_k).sum(2).transpose(0, 3, 1, 2))
+
+    # Where values are 1, ds is the weight minus the mean of all.
+    ds = weights(kept) - weights(kept).mean(3, keepdims=True)
+    value = ones(seq_k, 2, 1)
+    bias = tf.zeros([batch, 4, seq_q, seq_k], dtype)
+    query, key = zeros(seq_q, 4, seq_k), eye_k
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch([query, bias])
+        output = attend(query, key, value, bias, scale=1.0)
+    dquery, dbias = tape.gradient(output, [query, bias])
+    size = 1 if dtype == tf.float32 else 200
+    far = lambda a, b: np.abs(tf.cast(a, tf.float32) - b).max()
+    assert far(dbias, ds) < size * 1e-4 / seq_k
+    assert far(dquery, ds.transpose(0, 2, 1, 3)) < size * 1e-4 / seq_k
+    key = zeros(seq_k, 2, seq_q)
+    with tf.GradientTape() as tape:
+        tape.watch(key)
+        output = attend(eye_q, key, value, scale=1.0)
+    dkey = tape.gradient(output, key)  # [batch, seq_k, 2, seq_q]
+    expected = ds.reshape(batch, 2, 2, seq_q, seq_k).sum(2).transpose(0, 3, 1, 2)
+    assert far(dkey, expected) < 2 * size * 1e-4 / seq_k
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.93])
+def test_dropout_keeps_the_share_that_it_should(rate, dtype):
+    """The share kept, over all and by row and column; the mean over seeds is that without."""
+    seq = 128
+    query = tf.zeros([2, seq, 4, 8], dtype)
+    value = tf.tile(tf.eye(seq, dtype=dtype)[None, :, None], [2, 1, 4, 1])
+    attend = lambda seed: dot_product_attention(query, query, value, dropout_rate=rate, seed=seed)
+    outputs = [tf.cast(attend([i, 0]), tf.float32).numpy() for i in range(8)]
+    kept = np.stack(outputs) > 0
+    assert abs(kept.mean() - (1 - rate)) < 0.01
+    for axis in range(5):  # of 2^16 or more each
+        axes = tuple(set(range(5)) - {axis})
+        assert np.abs(kept.mean(axes) - (1 - rate)).max() < 0.03
+    # Sums over the keys of one row are 1 on average.
+    assert abs(np.stack(outputs).sum(4).mean() - 1) < 0.01
+    # Neighbours are independent.
+    for axis in range(1, 5):
+        pairs = np.take(kept, range(kept.shape[axis] - 1), axis)
+        pairs &= np.take(kept, range(1, kept.shape[axis]), axis)
+        assert abs(pairs.mean() - (1 - rate) ** 2) < 0.01
+
+
+def test_dropout_of_other_seeds_is_another():
+    (x,) = draw((1, 64, 2, 16))
+    attend = lambda seed: dot_product_attention(x, x, x, dropout_rate=0.5, seed=seed).numpy()
+    seeds = [[0, 0], [1, 0], [0, 1], [2**32, 0], [0, 2**32], [-1, 0], [0, -1]]
+    outputs = [attend(seed) for seed in seeds]
+    for a, b in itertools.combinations(outputs, 2):
+        assert np.abs(a - b).max() > 0.1
+    np.testing.assert_array_equal(attend(tf.constant([1, 0], tf.int32)), outputs[1])
+    np.testing.assert_array_equal(attend(np.int64([1, 0])), outputs[1])
+
+
+def test_dropout_of_a_seed_that_a_graph_varies(mode):
+    inputs = draw((2, 33, 4, 16), (2, 65, 2, 16), (2, 65, 2, 16))
+
+    def run(seed, *inputs):
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            y = dot_product_attention(*inputs, dropout_rate=0.2, seed=seed)
+        return y, tape.gradient(y, inputs)
+
+    compiled = run
+    if mode != "eager":
+        compiled = tf.function(run, jit_compile=mode == "xla")
+    for seed in ([1, 2], [3, 4], [1, 2]):
+        seed = tf.constant(seed, tf.int64)
+        results = zip(tf.nest.flatten(compiled(seed, *inputs)), tf.nest.flatten(run(seed, *inputs)))
+        for a, b in results:
+            np.testing.assert_array_equal(a, b)
+    if mode != "eager":
+        assert compiled.experimental_get_tracing_count() == 1
+
+
+def test_no_dropout_rate_needs_no_seed():
+    (x,) = draw((1, 9, 2, 8))
+    expected = dot_product_attention(x, x, x)
+    np.testing.assert_array_equal(dot_product_attention(x, x, x, dropout_rate=0.0), expected)
+    np.testing.assert_array_equal(dot_product_attention(x, x, x, seed=[1, 2]), expected)
+
+
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_thirty_runs_are_the_same(head_dim, dtype):
+    """Gradients that differ from run to run, with every feature at once."""
+    query, key, value, bias = draw(
+        (2, 70, 4, head_dim),
+        (2, 90, 2, head_dim),
+        (2, 90, 2, head_dim),
+        (1, 4, 70, 90),
+        dtype=dtype,
+    )
+    (sink,) = draw((4,))
+    attend = lambda query, key, value, bias, sink: dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        is_causal=True,
+        causal_alignment="bottom_right",
+        attn_logits_soft_cap=3.0,
+        local_window_size=40,
+        key_value_seq_lengths=[90, 33],
+        sink=sink,
+        dropout_rate=0.3,
+        seed=[1, 2],
+        return_lse=True,
+    )
+    inputs = [query, key, value, bias, sink]
+    first = tf.nest.flatten(gradients_of(attend, inputs))
+    for _ in range(29):
+        for a, b in zip(first, tf.nest.flatten(gradients_of(attend, inputs)), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 # Callers.
 
 
@@ -754,6 +1042,18 @@ GOOD = {"query": (2, 5, 4, 8), "key": (2, 7, 2, 8), "value": (2, 7, 2, 6)}
         ({"key_value_seq_lengths": tf.zeros([0], tf.int32)}, "key_value_seq_lengths is"),
         ({"causal_alignment": "left"}, "causal_alignment is 'left'.*'bottom_right'"),
         ({"attn_logits_soft_cap": -1.0}, "attn_logits_soft_cap is -1.0.*positive"),
+        ({"local_window_size": -1}, "local_window_size is -1.*left, right"),
+        ({"local_window_size": [1, 2, 3]}, r"local_window_size is \[1, 2, 3\].*left, right"),
+        ({"local_window_size": 1.5}, "local_window_size is 1.5.*int"),
+        ({"sink": tf.zeros([3])}, r"sink is \(3,\).*\[4\], the heads"),
+        ({"sink": tf.zeros([0])}, r"sink is \(0,\).*\[4\]"),
+        ({"sink": tf.zeros([4], tf.int32)}, "sink is int32.*floating"),
+        ({"dropout_rate": 0.1}, "dropout_rate is 0.1 and seed is None"),
+        ({"dropout_rate": 1.0, "seed": [1, 2]}, r"dropout_rate is 1.0.*\[0, 1\)"),
+        ({"dropout_rate": -0.1, "seed": [1, 2]}, "dropout_rate is -0.1"),
+        ({"dropout_rate": math.nan, "seed": [1, 2]}, "dropout_rate is nan"),
+        ({"dropout_rate": 0.1, "seed": [1, 2, 3]}, r"seed is \(3,\).*\[2\]"),
+        ({"dropout_rate": 0.1, "seed": [1.0, 2.0]}, "seed is float32.*int64"),
     ],
     ids=str,
 )
@@ -772,15 +1072,6 @@ def test_other_dtypes(name, bad):
     arguments[name] = tf.cast(arguments[name], bad)
     with pytest.raises(ValueError, match=f"{name} is {bad.name}.*float32, float16 or bfloat16"):
         dot_product_attention(**arguments)
-
-
-@pytest.mark.parametrize(
-    "option", [{"local_window_size": 3}, {"sink": tf.zeros([4])}, {"dropout_rate": 0.1}]
-)
-def test_not_implemented_yet(option):
-    (name,) = option
-    with pytest.raises(NotImplementedError, match=f"{name} is not implemented yet"):
-        dot_product_attention(**{n: tf.zeros(shape) for n, shape in GOOD.items()}, **option)
 
 
 @pytest.mark.parametrize("mode", ["graph", "xla"])
@@ -812,10 +1103,20 @@ def test_lengths_of_another_batch_at_run_time(size, mode):
     check_rejected(attend, inputs, "query_seq_lengths", mode)
 
 
+@pytest.mark.parametrize("size", [0, 3])
+def test_sink_of_other_heads_at_run_time(size, mode):
+    """An empty tensor is not taken for "no sink"."""
+    if mode == "eager":
+        return  # A ValueError: test_value_errors.
+    inputs = [tf.zeros(x) for x in GOOD.values()] + [tf.ones([size])]
+    attend = lambda q, k, v, sink: dot_product_attention(q, k, v, sink=sink)
+    check_rejected(attend, inputs, "sink", mode)
+
+
 def test_raw_op_checks_its_inputs():
     query, value = tf.zeros([2, 5, 4, 8]), tf.zeros([2, 7, 2, 6])
     none, no_mask, no_lengths = (tf.constant([], t) for t in (tf.float32, tf.bool, tf.int32))
-    run = lambda lengths: library.tf_ops_dot_product_attention(
+    run = lambda lengths, sink=none, **options: library.tf_ops_dot_product_attention(
         query=query,
         key=tf.zeros([2, 7, 2, 8]),
         value=value,
@@ -823,13 +1124,22 @@ def test_raw_op_checks_its_inputs():
         mask=no_mask,
         query_seq_lengths=lengths,
         key_value_seq_lengths=no_lengths,
-        sink=none,
+        sink=sink,
         seed=tf.constant([], tf.int64),
         scale=1.0,
+        **options,
     )
     assert run(no_lengths).output.shape == [2, 5, 4, 6]
     with pytest.raises(tf.errors.InvalidArgumentError, match="query_seq_lengths is"):
         run(tf.ones([3], tf.int32))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"sink is \[3\].*float32 \[4\]"):
+        run(no_lengths, tf.zeros([3]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="dropout_rate wants a seed"):
+        run(no_lengths, dropout_rate=0.5)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"dropout_rate is 1.*\[0, 1\)"):
+        run(no_lengths, dropout_rate=1.0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="window is \\(-2, 3\\)"):
+        run(no_lengths, window_left=-2, window_right=3)
     query = query[0]
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"query is \[5,4,8\].*rank 4"):
         run(no_lengths)

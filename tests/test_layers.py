@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tf_ops
 from tests.common import error
+from tests.philox import kept_pairs
 from tf_ops import layers
 
 # Stock layers that drop masks say so, and so do ours.
@@ -175,13 +176,13 @@ def test_one_key_value_head():
 
 @pytest.mark.parametrize("name, config", [MHA, GQA], ids=["mha", "gqa"])
 def test_what_the_stock_computation_serves(name, config):
-    """Attention scores, dropout while training, float64: the same bits as stock."""
+    """Attention scores, float64, a dropout of everything: the same bits as stock."""
     query, value = draw(QUERY, VALUE)
     scores = {"return_attention_scores": True}
     cases = [
         (config, "float32", scores),
         (config, "float32", scores | {"use_causal_mask": True, "value_mask": PADDING}),
-        (config | {"dropout": 0.5, "seed": 3}, "float32", {"training": True}),
+        (config | {"dropout": 1.0}, "float32", {"training": True}),
         (config, "float64", {"use_causal_mask": True}),
     ]
     for changed, policy, kwargs in cases:
@@ -211,13 +212,46 @@ def test_heads_beyond_the_kernels_limit():
 
 
 @pytest.mark.parametrize("name, config", [MHA, GQA], ids=["mha", "gqa"])
-def test_a_layer_with_dropout_uses_the_kernel_at_inference(name, config):
+def test_a_layer_with_dropout_uses_the_kernel(name, config):
     """A layer with dropout never reaches the fused kernel, even at inference."""
     inputs = draw(QUERY, VALUE)
     layer = getattr(layers, name)(**config, dropout=0.3)
-    assert is_fused(layer, *inputs, training=False)
-    assert is_fused(layer, *inputs)
-    assert not is_fused(layer, *inputs, training=True)
+    for training, rate in ((None, 0.0), (False, 0.0), (True, 0.3)):
+        operations = ops_of(layer, *inputs, training=training)
+        (attention,) = [op for op in operations if op.type == "TfOps>DotProductAttention"]
+        np.testing.assert_allclose(attention.get_attr("dropout_rate"), rate, 1e-6)
+
+
+@pytest.mark.parametrize("name, config", [MHA, GQA], ids=["mha", "gqa"])
+def test_dropout_while_training(name, config):
+    """What stock computes when it drops the same weights; each call has a seed of its own."""
+    config = config | {"dropout": 0.3, "seed": 5}
+    ours, stock = pair(name, config)
+    query, value = draw(QUERY, VALUE)
+    for layer in (ours, stock):
+        layer(query, value)
+    copy_weights(ours, stock)
+    drawn = iter([[5, 0], [5, 1]])
+    stock._dropout_layer.call = lambda scores, training: (
+        scores * kept_pairs(next(drawn), 0.3, scores.shape) / 0.7
+    )
+    outputs = []
+    for _ in range(2):
+        a, b = ours(query, value, training=True), stock(query, value, training=True)
+        np.testing.assert_allclose(a, b, 1e-4, 1e-5)
+        outputs.append(a)
+    assert np.abs(outputs[0] - outputs[1]).max() > 0.01
+    (state,) = ours.non_trainable_variables
+    np.testing.assert_array_equal(state, [5, 2])
+
+
+@pytest.mark.parametrize("name, config", [MHA, GQA], ids=["mha", "gqa"])
+def test_a_window_is_no_mask(name, config):
+    layer = getattr(layers, name)(**config, sliding_window=9)
+    operations = ops_of(layer, *draw(QUERY, VALUE), use_causal_mask=True)
+    (attention,) = [op for op in operations if op.type == "TfOps>DotProductAttention"]
+    assert attention.get_attr("window_left") == 8
+    assert attention.inputs[4].shape == [0]
 
 
 @pytest.mark.parametrize("name, config", [MHA, GQA], ids=["mha", "gqa"])
@@ -439,7 +473,8 @@ def fitted(home, policy, jit_compile, dropout):
     # What comes after padded queries differs from stock.
     steps = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
     history = model.fit(tokens, labels, sample_weight=1.0 * (tokens > 0), **steps)
-    return history.history["loss"], [w.numpy() for w in model.trainable_weights]
+    seeds = [w.numpy() for w in model.non_trainable_variables]
+    return history.history["loss"], [w.numpy() for w in model.trainable_weights], seeds
 
 
 @pytest.mark.parametrize("jit_compile", [False, True, "auto"])
@@ -452,10 +487,53 @@ def test_fit(policy, jit_compile):
         np.testing.assert_allclose(a, b, tolerance, tolerance)
 
 
-def test_fit_with_dropout():
-    """Trained with the same seeds: the same numbers as stock."""
-    ours, stock = (fitted(home, "float32", False, 0.3) for home in (layers, keras.layers))
-    np.testing.assert_allclose(ours[0], stock[0], 1e-4)
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_fit_with_dropout(jit_compile):
+    """Other weights are dropped than in stock, and the seeds move on as in stock."""
+    ours, stock = (fitted(home, "float32", jit_compile, 0.3) for home in (layers, keras.layers))
+    np.testing.assert_allclose(ours[0], stock[0], 0.05)
+    assert len(ours[2]) == 2
+    for a, b in zip(ours[2], stock[2], strict=True):
+        np.testing.assert_array_equal(a, b)
+    again = fitted(layers, "float32", jit_compile, 0.3)
+    for a, b in zip(tf.nest.flatten(again), tf.nest.flatten(ours), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# A packed input, a pair, and every dtype: against Keras in float64.
+@pytest.mark.parametrize("policy", [*POLICIES, "float64"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "sigmoid"])
+def test_gated_linear_unit(activation, policy):
+    gate, up = draw((3, 5, 8), (3, 5, 8))
+    name, approximate = activation.removesuffix("_tanh"), activation == "gelu_tanh"
+    options = {"approximate": approximate} if name == "gelu" else {}
+    layer = layers.GatedLinearUnit(activation, dtype=policy)
+    gate, up = (tf.cast(x, layer.compute_dtype) for x in (gate, up))
+    wide = [tf.cast(x, tf.float64) for x in (gate, up)]
+    expected = getattr(keras.ops, name)(wide[0], **options) * wide[1]
+    for y in [layer(gate, up), layer(tf.concat([gate, up], -1))]:
+        assert y.dtype == layer.compute_dtype
+        ulp = float(ml_dtypes.finfo(y.dtype.as_numpy_dtype).eps)
+        assert error(y, expected) <= 4 * ulp * np.abs(expected).max()
+
+
+def test_gated_linear_unit_in_a_saved_model(tmp_path):
+    x = keras.Input([None, 6])
+    gate, up = (keras.layers.Dense(4)(x) for _ in range(2))
+    both = layers.GatedLinearUnit("gelu")(gate, up)
+    y = layers.GatedLinearUnit(name="packed")(keras.layers.Dense(10)(both))
+    assert both.shape == (None, None, 4) and y.shape == (None, None, 5)
+    model = keras.Model(x, y)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.get_layer("packed").get_config()["activation"] == "silu"
+    (value,) = draw((2, 3, 6))
+    np.testing.assert_array_equal(model(value), loaded(value))
+
+
+def test_gated_linear_unit_of_no_such_activation():
+    with pytest.raises(ValueError, match="activation is 'swish'; it must be one of silu"):
+        layers.GatedLinearUnit("swish")
 
 
 def test_symbolic_shapes():

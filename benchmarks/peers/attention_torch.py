@@ -20,9 +20,16 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import torch
 
-LIBRARY = pathlib.Path(__file__).parents[2] / "build/libtf_ops_kernels.so"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.philox import kept_pairs  # noqa: E402
+
+LIBRARY = ROOT / "build/libtf_ops_kernels.so"
+SEED = (12345, -(2**40) + 7)
 DTYPES = {  # tf_ops::DType
     torch.float32: 1,
     torch.float16: 2,
@@ -103,6 +110,9 @@ class Case:
     soft_cap: float = 0.0
     query_lengths: tuple | None = None
     key_lengths: tuple | None = None
+    window: tuple = (-1, -1)
+    sink: bool = False
+    dropout: float = 0.0
     scale: float | None = None
     dlse: bool = False
     unaligned: int = 0  # elements that each tensor is moved by
@@ -116,9 +126,9 @@ class Case:
             repr(self.soft_cap).encode(),
             b"%d" % self.causal,
             b"%d" % self.bottom_right,
-            b"-1",
-            b"-1",
-            b"0",
+            b"%d" % self.window[0],
+            b"%d" % self.window[1],
+            repr(self.dropout).encode(),
         ]
 
     @property
@@ -171,14 +181,28 @@ def visibility(case, mask, query_lengths, key_lengths, device):
         k_len = key_lengths.clamp(0, case.seq_k)
     q_len, k_len = q_len.view(-1, 1, 1, 1), k_len.view(-1, 1, 1, 1)
     seen = (i < q_len) & (j < k_len)
+    diagonal = i + (k_len - q_len if case.bottom_right else 0)
+    left, right = case.window
     if case.causal:
-        seen = seen & (j <= i + (k_len - q_len if case.bottom_right else 0))
+        right = 0
+    if left >= 0:
+        seen = seen & (j >= diagonal - left)
+    if right >= 0:
+        seen = seen & (j <= diagonal + right)
     if mask is not None:
         seen = seen & mask
     return seen.expand(case.batch, case.heads, case.seq_q, case.seq_k)
 
 
-def formula(case, q, k, v, bias, seen, dtype):
+def dropout_weights(case, device):
+    """Float64 [batch, heads, seq_q, seq_k], or 1."""
+    if not case.dropout:
+        return 1
+    kept = kept_pairs(SEED, case.dropout, (case.batch, case.heads, case.seq_q, case.seq_k))
+    return torch.from_numpy(kept).to(device).double() / (1 - float(np.float32(case.dropout)))
+
+
+def formula(case, q, k, v, bias, sink, seen, dtype):
     """Output and lse by the plain formula in `dtype`; q, k, v [batch, seq, heads, dim]."""
     group = case.heads // case.kv_heads if case.kv_heads else 1
     q, k, v = (t.to(dtype).transpose(1, 2) for t in (q, k, v))
@@ -188,23 +212,29 @@ def formula(case, q, k, v, bias, seen, dtype):
         x = case.soft_cap * torch.tanh(x / case.soft_cap)
     if bias is not None:
         x = x + bias.to(dtype)
+    # No sink is one of -inf.
+    sink = x.new_full([1], -math.inf) if sink is None else sink
+    sink = sink.view(1, -1, 1, 1)
+    sink = sink.to(dtype)
     if case.seq_k == 0:
-        return (torch.matmul(x, v)).transpose(1, 2), x.sum(3) - math.inf
+        return (torch.matmul(x, v)).transpose(1, 2), x.sum(3) + sink[..., 0]
     x = torch.where(seen, x, torch.finfo(dtype).min)
-    top = x.amax(3, keepdim=True).detach()
+    some = seen.any(3, keepdim=True) | (sink > -math.inf)
+    top = torch.maximum(x.amax(3, keepdim=True), sink).detach()
     e = torch.where(seen, torch.exp(x - top), 0)
-    total = e.sum(3, keepdim=True)
-    some = seen.any(3, keepdim=True)
-    p = e / torch.where(some, total, 1)
+    total = e.sum(3, keepdim=True) + torch.exp(sink - top)
+    p = e / torch.where(some, total, 1) * dropout_weights(case, x.device)
+    p = p.to(dtype)
     lse = torch.where(some, top + torch.log(torch.where(some, total, 1)), -math.inf)
     return torch.matmul(p, v).transpose(1, 2), lse.squeeze(3)
 
 
 def gradients(case, inputs, seen, do, dlse, dtype):
-    """[output, lse, dq, dk, dv, dbias] by autograd of the formula."""
-    leaves = [t.detach().to(dtype).requires_grad_() for t in inputs if t is not None]
-    q, k, v, *bias = leaves
-    output, lse = formula(case, q, k, v, bias[0] if bias else None, seen, dtype)
+    """[output, lse, dq, dk, dv, dsink, dbias] by autograd of the formula, without the absent."""
+    leaves = [None if t is None else t.detach().to(dtype).requires_grad_() for t in inputs]
+    q, k, v, sink, bias = leaves
+    output, lse = formula(case, q, k, v, bias, sink, seen, dtype)
+    leaves = [t for t in leaves if t is not None]
     loss = (output * do.to(dtype)).sum()
     if dlse is not None:
         loss = loss + torch.where(lse > -math.inf, lse * dlse.to(dtype), 0).sum()
@@ -225,8 +255,8 @@ class Check:
             print(f"FAILED {what}: {case.name if isinstance(case, Case) else case}", flush=True)
 
     def run(self, case, tensors, make):
-        """[output, lse, dq, dk, dv, dbias or None] of the launchers."""
-        q, k, v, bias, mask, q_len, k_len, do, dlse = tensors
+        """[output, lse, dq, dk, dv, dsink, dbias] of the launchers, without the absent."""
+        q, k, v, bias, mask, q_len, k_len, do, dlse, sink = tensors
         absent = torch.empty(0, dtype=case.dtype, device=self.device)
 
         def optional(tensor, dtype):
@@ -235,7 +265,8 @@ class Check:
         attributes, library = case.attributes, self.library
         inputs = [q, k, v, optional(bias, case.dtype), optional(mask, torch.bool)]
         inputs += [optional(q_len, torch.int32), optional(k_len, torch.int32)]
-        inputs += [optional(None, torch.float32), optional(None, torch.int64)]
+        seed = torch.tensor(SEED, device=self.device) if case.dropout else None
+        inputs += [optional(sink, torch.float32), optional(seed, torch.int64)]
         output = make((case.batch, case.seq_q, case.heads, case.value_dim), case.dtype)
         lse = make((case.batch, case.heads, case.seq_q), torch.float32)
         op = b"TfOps>DotProductAttention"
@@ -244,18 +275,16 @@ class Check:
         inputs = [do, optional(dlse, torch.float32), *inputs, output, lse]
         results = [output, lse]
         for op, like in (
-            (b"TfOps>DotProductAttentionGrad", [q, k, v]),
+            (b"TfOps>DotProductAttentionGrad", [q, k, v, optional(sink, torch.float32)]),
             (b"TfOps>DotProductAttentionBiasGrad", [bias] if bias is not None else []),
         ):
             if not like:
                 continue
-            outputs = [make(t.shape, case.dtype) for t in like]
-            dsink = [absent.float()] * op.endswith(b"nGrad")
+            outputs = [make(t.shape, t.dtype) for t in like]
             workspace = library.workspace(op, inputs, attributes)
-            # An op without a workspace still has its parameter.
-            library.call(op, inputs, attributes, [*outputs, *dsink, workspace])()
+            library.call(op, inputs, attributes, [*outputs, workspace])()
             results += outputs
-        return results
+        return [t for i, t in enumerate(results) if i != 5 or sink is not None]
 
     def tensors(self, case, make, seed=0):
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -287,27 +316,29 @@ class Check:
         do = normal((*shape_q, case.value_dim), case.dtype)
         if case.dlse:
             dlse = normal((case.batch, case.heads, case.seq_q), torch.float32)
+        sink = normal((case.heads,), torch.float32) if case.sink else None
         return [q, k, v, bias, mask, lengths(case.query_lengths), lengths(case.key_lengths)] + [
             do,
             dlse,
+            sink,
         ]
 
     def check(self, case, poison=True):
         """Errors against float64, exact rules, repetition, untouched inputs and margins."""
         make = Guarded(self.device, case.unaligned)
         tensors = self.tensors(case, make)
-        q, k, v, bias, mask, q_len, k_len, do, dlse = tensors
+        q, k, v, bias, mask, q_len, k_len, do, dlse, sink = tensors
         copies = [None if t is None else t.clone() for t in tensors]
         results = self.run(case, tensors, make)
         seen = visibility(case, mask, q_len, k_len, self.device)
-        inputs = (q, k, v, bias)
+        inputs = (q, k, v, sink, bias)
         wanted = gradients(case, inputs, seen, do, dlse, torch.float64)
         stock = gradients(case, inputs, seen, do, dlse, case.dtype)
         # Float32 rounding of do . v - delta, which is 0 where a row sees one key.
         size = [float(t.abs().amax()) if t.numel() else 0.0 for t in (q, k, v, do)]
         cancellation = 2**-22 * case.value_dim**0.5 * size[2] * size[3]
         cancellation *= max(size[:2]) * abs(float(case.attributes[0]))
-        names = ["output", "lse", "dquery", "dkey", "dvalue", "dbias"]
+        names = ["output", "lse", "dquery", "dkey", "dvalue", *["dsink"] * case.sink, "dbias"]
         for name, ours, ref, other in zip(names, results, wanted, stock):
             if ref.numel() == 0:
                 continue
@@ -321,7 +352,8 @@ class Check:
             if ref.numel() == 0:
                 continue
             top = float(ref.abs().max())
-            epsilon = torch.finfo(torch.float32 if name == "lse" else case.dtype).eps
+            is_float = name in ("lse", "dsink")
+            epsilon = torch.finfo(torch.float32 if is_float else case.dtype).eps
             ulp = epsilon * 2.0 ** math.floor(math.log2(top)) if top else 0.0
             factor, ulps = (2, 4) if name in ("output", "lse") else (3, 8)
             limit = factor * float((other - ref).abs().nan_to_num(0).max()) + ulps * ulp
@@ -331,7 +363,10 @@ class Check:
             self.expect(error <= limit, case, f"{name} error {error:.3g} > {limit:.3g}")
         empty = ~seen.any(3)  # [batch, heads, seq_q]
         self.expect((results[0].transpose(1, 2)[empty] == 0).all(), case, "masked rows not 0")
-        self.expect((results[1][empty] == -math.inf).all(), case, "masked rows' lse not -inf")
+        of_empty = torch.full_like(results[1], -math.inf)
+        if case.sink:
+            of_empty = sink[:, None].expand_as(results[1])
+        self.expect((results[1] == of_empty)[empty].all(), case, "masked rows' lse")
         self.expect((results[2].transpose(1, 2)[empty] == 0).all(), case, "masked rows' gradient")
         again = self.run(case, tensors, make)
         for name, a, b in zip(names, results, again):
@@ -344,7 +379,7 @@ class Check:
 
     def check_poison(self, case, tensors, seen, results, make):
         """NaN and Inf in some queries and keys change nothing that does not see them."""
-        q, k, v, bias, mask, q_len, k_len, do, dlse = tensors
+        q, k, v, bias, mask, q_len, k_len, do, dlse, sink = tensors
         group = case.heads // case.kv_heads
         rows = torch.arange(case.seq_q, device=self.device)
         columns = torch.arange(case.seq_k, device=self.device)
@@ -361,7 +396,7 @@ class Check:
             if lengths is not None:
                 for b, length in enumerate(lengths.tolist()):
                     t[b, max(length, 0) :] = math.nan
-        poisoned = self.run(case, [q, k, v, bias, mask, q_len, k_len, do, dlse], make)
+        poisoned = self.run(case, [q, k, v, bias, mask, q_len, k_len, do, dlse, sink], make)
         touched_q = bad_q.view(1, 1, -1) | (seen & bad_k).any(3)  # [batch, heads, seq_q]
         touched_k = bad_k.view(1, 1, -1) | (seen & touched_q[..., None]).any(2)
         touched_k = touched_k.view(case.batch, case.kv_heads, group, case.seq_k).any(2)
@@ -369,16 +404,20 @@ class Check:
         touched += [touched_q.transpose(1, 2)[..., None].expand_as(results[2])]
         for t in results[3:5]:
             touched.append(touched_k.transpose(1, 2)[..., None].expand_as(t))
+        if case.sink:
+            touched.append(touched_q.any(2).any(0))
         if bias is not None:
             pairs = (seen & touched_q[..., None]).float()
             touched.append(pairs.sum_to_size(bias.shape) > 0)
-        names = ["output", "lse", "dquery", "dkey", "dvalue", "dbias"]
+        names = ["output", "lse", "dquery", "dkey", "dvalue", *["dsink"] * case.sink, "dbias"]
         for name, a, b, t in zip(names, results, poisoned, touched):
             self.expect((a == b)[~t].all(), case, f"{name} changed by what it does not see")
         # What is seen is not dropped: a NaN key spoils the whole row.
         if case.head_dim and case.value_dim:
             nan_k = bad_k.clone()
             nan_k[bad_k.nonzero()[0]] = False
+            if case.dropout:
+                seen = seen & (dropout_weights(case, self.device) > 0)
             spoiled = (seen & nan_k).any(3).transpose(1, 2)
             self.expect(poisoned[0][spoiled].isnan().all(), case, "a visible NaN was dropped")
 
@@ -423,9 +462,9 @@ class Check:
         def make(shape, dtype):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
-        whole = self.run(case, [q, k, v, *rest, do, None], make)
+        whole = self.run(case, [q, k, v, *rest, do, None, None], make)
         small = dataclasses.replace(case, seq_q=tail)
-        part = self.run(small, [q[:, -tail:], k, v, *rest, do[:, -tail:], None], make)
+        part = self.run(small, [q[:, -tail:], k, v, *rest, do[:, -tail:], None, None], make)
         self.expect(torch.equal(whole[0][:, -tail:], part[0]), case, "output of a long query")
         self.expect(torch.equal(whole[2][:, -tail:], part[2]), case, "dquery of a long query")
         self.expect(whole[3].isfinite().all(), case, "dkey of a long query")
@@ -455,6 +494,24 @@ def cases():
             yield dataclasses.replace(base, causal=True, bottom_right=True, seq_q=300, seq_k=70)
             yield dataclasses.replace(base, **everything)
             yield dataclasses.replace(base, **everything, causal=True, bottom_right=True)
+            features = {"window": (90, 30), "sink": True, "dropout": 0.3}
+            yield dataclasses.replace(base, **everything | features)
+            features = {"window": (20, -1), "sink": True, "dropout": 0.3, "bottom_right": True}
+            yield dataclasses.replace(base, **everything | features, causal=True)
+            yield dataclasses.replace(base, **everything | features | {"dropout": 0.0})
+            # Each alone, over several tiles with ends.
+            long = {"seq_q": 459, "seq_k": 523, "heads": 4, "dlse": True}
+            for window in ((100, 0), (0, 100), (70, 133), (0, 0), (129, -1), (-1, 3)):
+                for bottom_right in (False, True):
+                    yield dataclasses.replace(
+                        base, **long, window=window, bottom_right=bottom_right
+                    )
+            yield dataclasses.replace(base, **long, window=(128, -1), causal=True, kv_heads=1)
+            yield dataclasses.replace(base, **long, sink=True)
+            yield dataclasses.replace(base, **long, sink=True, causal=True, key_lengths=(0, 300))
+            yield dataclasses.replace(base, **long, sink=True, query_lengths=(0, 300))
+            yield dataclasses.replace(base, **long, dropout=0.1, kv_heads=1)
+            yield dataclasses.replace(base, **long, dropout=0.5, causal=True, bottom_right=True)
         for head_dim, value_dim in ((40, 40), (59, 72), (111, 8), (8, 200), (1, 1), (203, 128)):
             yield Case(dtype=dtype, head_dim=head_dim, value_dim=value_dim, causal=True, seq_k=131)
         for bias in ("", "b", "h", "q", "k", "bk", "hqk", "qk", "bh", "bhqk"):

@@ -315,8 +315,161 @@ def normalization_peers(layer, shape, epsilon):
     return peers
 
 
-CHECKS = {"normalization": check_normalization}
-BENCHMARKS = {"normalization": bench_normalization}
+def check_all(name, calls, library):
+    """Runs each call twice; compares its outputs with PyTorch's in float64 and float32."""
+    failures = count = 0
+    for call in calls:
+        launches = call.prepare(library)
+        for run in launches:
+            run()
+        first = {k: v.clone() for k, v in call.outputs().items()}
+        for run in launches:
+            run()
+        problems, stock = [], call.reference(torch.float32)
+        for output, e in call.reference(torch.float64).items():
+            a = call.outputs()[output]
+            if not torch.equal(a, first[output]):
+                problems.append(f"{output} differs from one run to the next")
+            if a.numel() == 0:
+                continue
+            distance = lambda v: (v.double() - e).abs().max().item()
+            error, largest = distance(a), e.abs().max().item()
+            if not error <= 3 * distance(stock[output]) + 8 * torch.finfo(a.dtype).eps * largest:
+                problems.append(f"{output} is off by {error:.2e} of {largest:.2e}")
+        count += 1
+        failures += bool(problems)
+        if problems:
+            print("FAILED", call, problems, flush=True)
+    print(f"{name}: {count} cases, {failures} failures", flush=True)
+    return failures
+
+
+# Gated linear units
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@dataclasses.dataclass
+class GatedLinearUnit:
+    """One call of a gated linear unit and of its gradient, outputs included."""
+
+    activation: str
+    shape: tuple
+    dtype: torch.dtype
+    packed: bool = False
+    unaligned: bool = False
+
+    def __post_init__(self):
+        torch.manual_seed(0)
+        draw = lambda: 2 * torch.randn(self.shape, device=DEVICE).to(self.dtype)
+        self.dy, gate, up = draw(), draw(), draw()
+        absent = torch.empty(0, dtype=self.dtype, device=DEVICE)
+        inputs = [torch.cat([gate, up], -1), absent] if self.packed else [gate, up]
+        self.dy, *self.inputs = (
+            placed(x, self.unaligned and x.dim() > 1) for x in (self.dy, *inputs)
+        )
+        empty = lambda t: placed(torch.full_like(t, float("nan")), self.unaligned and t.dim() > 1)
+        self.y, self.dgate, self.dup = empty(self.dy), empty(inputs[0]), empty(inputs[1])
+
+    def prepare(self, library):
+        name, attributes = "TfOps>GatedLinearUnit", [self.activation, int(self.packed)]
+        inputs = [self.dy, *self.inputs]
+        return (
+            library.prepare(name, self.inputs, attributes, [self.y]),
+            library.prepare(name + "Grad", inputs, attributes, [self.dgate, self.dup]),
+        )
+
+    def outputs(self):
+        return {"y": self.y, "dgate": self.dgate} | ({} if self.packed else {"dup": self.dup})
+
+    def formula(self, gate, up=None):
+        gate, up = gate.chunk(2, -1) if self.packed else (gate, up)
+        return ACTIVATIONS[self.activation](gate) * up
+
+    def reference(self, dtype):
+        """The outputs by PyTorch's arithmetic in `dtype`."""
+        inputs = [x.to(dtype).requires_grad_() for x in self.inputs[: 2 - self.packed]]
+        y = self.formula(*inputs)
+        gradients = torch.autograd.grad(y, inputs, self.dy.to(dtype))
+        return dict(zip(self.outputs(), [y, *gradients]))
+
+
+def gated_linear_unit_checks():
+    types = [torch.bfloat16, torch.float16, torch.float32]
+    shapes = [(1, 1), (3, 7), (37, 64), (199, 65), (33, 1000), (5, 4099), (1025, 1024)]
+    shapes += [(8192, 4096), (3, 2**20 + 3)] * GPU
+    for dtype, activation, packed in itertools.product(types, ACTIVATIONS, [False, True]):
+        for shape, unaligned in itertools.product(shapes, [False, True]):
+            yield GatedLinearUnit(activation, shape, dtype, packed, unaligned)
+
+
+def check_gated_linear_unit(library):
+    failures = check_all("glu", gated_linear_unit_checks(), library)
+    # More than 2^31 elements: the last rows must be right.
+    for packed in [False, True] * GPU:
+        huge = GatedLinearUnit("silu", (8, 4096), torch.bfloat16, packed)
+        repeats = 2**31 // huge.dy.numel() + 1
+        tall = lambda t: t.repeat(repeats, 1) if t.dim() > 1 else t
+        huge.dy, *huge.inputs = (tall(t) for t in (huge.dy, *huge.inputs))
+        expected = GatedLinearUnit("silu", (8, 4096), torch.bfloat16, packed)
+        huge.y, huge.dgate, huge.dup = (tall(t) for t in (huge.y, huge.dgate, huge.dup))
+        for run in (*huge.prepare(library), *expected.prepare(library)):
+            run()
+        good = all(torch.equal(huge.outputs()[k][-8:], v) for k, v in expected.outputs().items())
+        print(f"glu: {tuple(huge.dy.shape)}, packed {packed}: {'ok' if good else 'FAILED'}")
+        failures += not good
+        del huge
+        torch.cuda.empty_cache()
+    return failures
+
+
+def bench_gated_linear_unit(library, measure):
+    """Yields rows: what, contender, milliseconds, bytes that must move."""
+    shapes = [(16384, 1024), (16384, 4096), (16384, 8192), (4096, 16384)] if GPU else [(64, 1024)]
+    for shape, activation in itertools.product(shapes, ["silu", "gelu", "gelu_tanh"]):
+        for packed in [False, True]:
+            g = GatedLinearUnit(activation, shape, torch.bfloat16, packed)
+            size = g.dy.numel() * g.dy.element_size()
+            name = f"{activation} {'packed ' * packed}{shape[0]}x{shape[1]}"
+            for what, run, moved in zip(("forward", "backward"), g.prepare(library), (3, 5)):
+                yield f"{name} {what}", "ours", measure(run), moved * size
+            for contender, fn in gated_linear_unit_peers(g).items():
+                inputs = [t.detach().requires_grad_() for t in g.inputs[: 2 - packed]]
+                with torch.no_grad():
+                    yield f"{name} forward", contender, measure(lambda: fn(*inputs)), 3 * size
+                y = fn(*inputs)
+                # Liger's gradient writes into what it saved, so each call may see other numbers.
+                grad = lambda: torch.autograd.grad(y, inputs, g.dy, retain_graph=True)
+                yield f"{name} backward", contender, measure(grad), 5 * size
+
+
+def gated_linear_unit_peers(g):
+    peers = {"torch": g.formula}
+    try:
+        from liger_kernel.ops.geglu import LigerGELUMulFunction
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        liger = {"silu": LigerSiLUMulFunction, "gelu_tanh": LigerGELUMulFunction}
+        if g.activation in liger and not g.packed and GPU:
+            peers["liger"] = liger[g.activation].apply
+    except ImportError:
+        pass
+    if GPU and time.time() - START < SECONDS:
+        import torch._functorch.config
+
+        torch._functorch.config.donated_buffer = False
+        peers["torch.compile"] = torch.compile(g.formula)
+    return peers
+
+
+CHECKS = {"normalization": check_normalization, "glu": check_gated_linear_unit}
+BENCHMARKS = {"normalization": bench_normalization, "glu": bench_gated_linear_unit}
 START = time.time()
 
 

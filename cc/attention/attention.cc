@@ -204,9 +204,8 @@ int64_t DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, 
                                             TensorView, TensorView sink, TensorView, TensorView,
                                             TensorView lse, float, float, bool, bool, int64_t,
                                             int64_t, float) {
-  // Whole tiles of 128 rows, as attention_sm90_backward.cuh wants them.
-  const int64_t rows = lse.dims[0] * lse.dims[1] * ((lse.dims[2] + 127) / 128 * 128);
-  return 16 + rows * int64_t(sizeof(AttentionRow));
+  const int64_t sink_terms = sink.present() ? lse.size() * int64_t(sizeof(float)) : 0;
+  return 16 + GradRowsBytes(lse.dims[0], lse.dims[1], lse.dims[2]) + sink_terms;
 }
 
 int64_t DotProductAttentionBiasGradGpuWorkspace(TensorView, TensorView, TensorView query,

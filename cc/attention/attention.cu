@@ -3,8 +3,9 @@
 //
 //   float32                                     attention_simt.cuh
 //   float16, bfloat16                           attention_sm80.cuh
-//     on sm_90: no bias, mask or soft cap,
-//     16-byte rows; gradients: head_dim <= 128  attention_sm90_forward.cuh, _backward.cuh
+//     on sm_90: no bias, mask, soft cap,
+//     window, sink or dropout, 16-byte rows;
+//     gradients: head_dim <= 128                attention_sm90_forward.cuh, _backward.cuh
 //   the gradient of the bias                    attention_simt.cuh, attention_sm80_grad.cuh
 #include "cc/attention/attention_gpu.h"
 #include "cc/attention/attention_pairs.cuh"
@@ -44,12 +45,6 @@ Status DispatchSm90(DType dtype, const AttentionProblem& p, F&& f) {
   });
 }
 
-Status CheckServed(const AttentionProblem& p) {
-  if (p.window_left < 0 && p.window_right <= 0 && !p.sink && !p.dropout_threshold) return Ok();
-  return InvalidArgument(
-      "dot_product_attention: a window, a sink and dropout are not implemented on the GPU yet");
-}
-
 char* AlignedData(const TensorView& workspace) {
   return reinterpret_cast<char*>(AlignedBytes(reinterpret_cast<uintptr_t>(workspace.data)));
 }
@@ -60,6 +55,7 @@ bool ServesSm90(const AttentionProblem& p, DType dtype, int largest_head_dim,
                 std::initializer_list<const void*> data) {
   if (!TF_OPS_SM90A || dtype == DType::kFloat32) return false;
   if (p.bias || p.mask || p.soft_cap != 0.0f) return false;
+  if (p.sink || p.dropout_threshold || p.window_left >= 0 || p.window_right > 0) return false;
   if (!(p.scale > 0.0f && p.scale <= 3e38f)) return false;  // the maximum is taken unscaled
   // The copy engine takes rows of 16-byte multiples at 16-byte addresses.
   const int64_t dim = std::max(p.head_dim, p.value_dim);
@@ -93,7 +89,6 @@ Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView
       !s.ok()) {
     return s;
   }
-  if (Status s = CheckServed(p); !s.ok()) return s;
   if (ServesSm90(p, query.dtype, 256, {query.data, key.data, value.data, output.data})) {
     return DispatchSm90<64, 128, 256>(query.dtype, p, [&](auto zero, auto dim) {
       using T = decltype(zero);
@@ -124,7 +119,6 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
   if (!dsink.SameShapeAndDType(sink)) {
     return InvalidArgument("dot_product_attention: the gradient of sink must be as sink is");
   }
-  if (Status s = CheckServed(p); !s.ok()) return s;
   if (ServesSm90(
           p, query.dtype, 128,
           {query.data, key.data, value.data, doutput.data, dquery.data, dkey.data, dvalue.data})) {
@@ -142,6 +136,12 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
   g.lse = lse.as<const float>();
   g.dlse = dlse.present() ? dlse.as<const float>() : nullptr;
   g.rows = reinterpret_cast<AttentionRow*>(AlignedData(workspace));
+  if (p.sink) {
+    // After the rows: DotProductAttentionGradGpuWorkspace.
+    g.sink_terms =
+        reinterpret_cast<float*>(AlignedData(workspace) + GradRowsBytes(p.batch, p.heads, p.seq_q));
+    g.dsink = dsink.as<float>();
+  }
   g.dquery = dquery.data;
   g.dkey = dkey.data;
   g.dvalue = dvalue.data;
@@ -164,7 +164,6 @@ Status DotProductAttentionBiasGrad(Gpu gpu, TensorView doutput, TensorView dlse,
       !s.ok()) {
     return s;
   }
-  if (Status s = CheckServed(p); !s.ok()) return s;
   if (!bias.present() || !dbias.SameShapeAndDType(bias)) {
     return InvalidArgument("dot_product_attention: the gradient of bias must be as bias is");
   }

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "cc/attention/attention.h"
+#include "cc/attention/attention_dropout.h"
 #include "cc/common/cpu.h"
 
 namespace tf_ops {
@@ -12,27 +13,29 @@ namespace {
 
 constexpr int kPad = 16;          // the widest vector
 constexpr int kMaxQueries = 64;   // of a tile of scores: four of the widest vectors
-constexpr int kMaxKeys = 64;      // of a tile of scores
+constexpr int kMaxKeys = 64;      // of a tile of scores: the bits of a word
 constexpr int kScratch = 61440;   // floats on the stack of a task; the tiles fit a core's cache
-constexpr int kFewestTasks = 32;  // below it sums are split, at the cost of memory
+constexpr int kFewestTasks = 16;  // below it sums are split, at the cost of memory
+constexpr int64_t kPackedFloats = 1 << 24;  // of queries at once, unless the tasks are too few
 
 constexpr int Padded(int64_t size) { return int((size + kPad - 1) / kPad * kPad); }
 constexpr int64_t AtMost(int64_t x, int64_t limit) { return x < limit ? x : limit; }
 constexpr int64_t AtLeast(int64_t x, int64_t limit) { return x > limit ? x : limit; }
 constexpr int64_t Blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
 
-// What a batch row allows: query i < queries sees keys j < keys, j <= i + diagonal.
+// What a batch row allows: query i < queries sees keys j < keys, low <= j - i <= high.
 struct AttentionRow {
   AttentionRow(const AttentionProblem& p, int64_t batch)
       : queries(Length(p.query_seq_lengths, batch, p.seq_q)),
-        keys(Length(p.key_value_seq_lengths, batch, p.seq_k)),
-        diagonal(!p.is_causal     ? keys
-                 : p.bottom_right ? keys - queries
-                                  : 0) {}
+        keys(Length(p.key_value_seq_lengths, batch, p.seq_k)) {
+    const int64_t offset = p.bottom_right ? keys - queries : 0;
+    low = p.window_left < 0 ? -queries : offset - p.window_left;
+    high = p.window_right < 0 ? keys : offset + p.window_right;
+  }
   static int64_t Length(const int32_t* lengths, int64_t batch, int64_t size) {
     return lengths ? AtLeast(AtMost(lengths[batch], size), 0) : size;
   }
-  int64_t queries, keys, diagonal;
+  int64_t queries, keys, low, high;
 };
 
 // How many queries and keys a task holds at once.
@@ -43,10 +46,13 @@ struct AttentionBlocks {
 struct AttentionGradients {
   const void *doutput, *output;
   const float *dlse, *lse;  // dlse may be null
-  float* delta;             // [batch, heads, seq_q]
-  float* dquery;            // [parts, batch, heads, seq_q, Padded(head_dim)], without the scale
   AttentionBlocks blocks;
+  float* dquery;             // [parts, batch, heads, seq_q, Padded(head_dim)], without the scale
   int64_t parts, part_keys;  // the keys are split in so many parts of so many
+  // Blocks of queries as the tasks want them, for key_heads of all [batch, kv_heads] at a time,
+  // from first_key_head on: [key_heads, heads / kv_heads, query_blocks, query_block_size].
+  float* queries;
+  int64_t query_blocks, query_block_size, key_heads, first_key_head;
 };
 
 // A tile of dbias is the sum of `terms` tiles of ds, split in `parts`; where the bias
@@ -106,12 +112,25 @@ AttentionBlocks ForwardBlocks(const AttentionProblem& p) {
   return {queries, keys};
 }
 
+// The gradients hold two operands and two sums of `keys` rows, and three tiles.
 AttentionBlocks GradBlocks(int64_t head_dim, int64_t value_dim) {
   const int dims = Padded(head_dim) + Padded(value_dim);
+  const int keys = kScratch / (2 * dims + 3 * kMaxQueries) / kPad * kPad;
+  return {kMaxQueries, keys < kMaxKeys ? keys : kMaxKeys};
+}
+
+// The bias gradient holds two operands, a block of queries, and four tiles.
+AttentionBlocks BiasGradBlocks(int64_t head_dim, int64_t value_dim) {
+  const int dims = Padded(head_dim) + Padded(value_dim);
   const int keys = dims <= 256 ? kMaxKeys : kMaxKeys / 2;
-  int queries = kMaxQueries;
-  while (2 * keys * dims + queries * (2 * dims + 3 * keys + 2) > kScratch) queries -= kPad;
-  return {queries, keys};
+  const int queries = (kScratch - keys * dims - kPad) / (2 * dims + 4 * keys + 2) / kPad * kPad;
+  return {queries < kMaxQueries ? queries : kMaxQueries, keys};
+}
+
+// The floats of a packed block of queries.
+int64_t QueryBlockSize(int64_t rows, int64_t head_dim, int64_t value_dim) {
+  return rows * (Padded(head_dim) + Padded(value_dim)) + Padded(rows) * (head_dim + value_dim + 2) +
+         kPad;
 }
 
 // Into how many parts to divide `size` pieces of each of `tasks`.
@@ -143,11 +162,27 @@ bool HaveRankFour(std::initializer_list<TensorView> views) {
   return true;
 }
 
-// Sets parts and part_keys.
-void DivideKeys(int64_t batch, int64_t kv_heads, int64_t seq_k, AttentionGradients* g) {
-  const int64_t blocks = Blocks(seq_k, g->blocks.keys);
-  g->part_keys = AtLeast(Blocks(blocks, Parts(batch * kv_heads, blocks)), 1) * g->blocks.keys;
-  g->parts = AtLeast(Blocks(seq_k, g->part_keys), 1);
+// The division of the gradients, from shapes alone; the rest is left empty.
+AttentionGradients DivideGradients(const TensorView& query, const TensorView& key,
+                                   const TensorView& value) {
+  const int64_t seq_q = query.dims[1], seq_k = key.dims[1];
+  const int64_t key_heads = key.dims[0] * key.dims[2];
+  AttentionGradients g{};
+  g.blocks = GradBlocks(query.dims[3], value.dims[3]);
+  const int64_t blocks = Blocks(seq_k, g.blocks.keys);
+  g.part_keys = AtLeast(Blocks(blocks, Parts(key_heads, blocks)), 1) * g.blocks.keys;
+  g.parts = AtLeast(Blocks(seq_k, g.part_keys), 1);
+  g.query_blocks = Blocks(seq_q, g.blocks.queries);
+  g.query_block_size =
+      QueryBlockSize(AtMost(seq_q, g.blocks.queries), query.dims[3], value.dims[3]);
+  const int64_t group = key.dims[2] > 0 ? query.dims[2] / key.dims[2] : 0;
+  const int64_t size = AtLeast(group * g.query_blocks * g.query_block_size, 1);
+  g.key_heads = AtMost(AtLeast(kPackedFloats / size, Blocks(kFewestTasks, g.parts)), key_heads);
+  return g;
+}
+
+int64_t DqueryBytes(const AttentionGradients& g, const TensorView& query) {
+  return FloatBytes({g.parts, query.dims[0], query.dims[2], query.dims[1], Padded(query.dims[3])});
 }
 
 BiasTiles DivideBias(const TensorView& query, const TensorView& key, const TensorView& bias,
@@ -167,39 +202,18 @@ BiasTiles DivideBias(const TensorView& query, const TensorView& key, const Tenso
 
 // Cycles for matrix products over [queries, keys], `dims` multiply-adds for each pair.
 int64_t Cycles(const AttentionProblem& p, int64_t queries, int64_t keys, int64_t dims) {
-  const double cycles = double(queries) * double(keys) * double(dims + 32) / 16;
-  return int64_t(cycles / (p.is_causal ? 2 : 1)) + 1000;
+  const double window = double(p.window_left < 0 ? keys : p.window_left) +
+                        double(p.window_right < 0 ? keys : p.window_right) + double(queries);
+  const double seen = p.is_causal && p.window_left < 0 ? double(keys) / 2 : double(keys);
+  return int64_t(double(queries) * (seen < window ? seen : window) * double(dims + 32) / 16) + 1000;
 }
 
-AttentionGradients DescribeGradients(const AttentionProblem& p, const TensorView& doutput,
-                                     const TensorView& dlse, const TensorView& output,
-                                     const TensorView& lse, const TensorView& workspace) {
-  AttentionGradients g{};
-  g.doutput = doutput.data;
-  g.output = output.data;
-  g.dlse = dlse.present() ? dlse.as<const float>() : nullptr;
-  g.lse = lse.as<const float>();
-  g.delta = workspace.as<float>();
-  g.blocks = GradBlocks(p.head_dim, p.value_dim);
-  return g;
-}
-
-// What follows the row sums in the workspace.
-float* AfterDelta(const AttentionProblem& p, const AttentionGradients& g) {
-  return g.delta + FloatBytes({p.batch, p.heads, p.seq_q}) / sizeof(float);
-}
-
-Status CheckServed(const AttentionProblem& p) {
-  if (p.window_left < 0 && p.window_right <= 0 && !p.sink && !p.dropout_threshold) return Ok();
-  return InvalidArgument(
-      "dot_product_attention: a window, a sink and dropout are not implemented on the CPU yet");
-}
-
-template <typename T>
-void ComputeDelta(const Cpu& cpu, const AttentionProblem& p, const AttentionGradients& g) {
-  const auto delta = TF_OPS_SIMD(Delta<T>);
-  cpu.ParallelFor(p.batch * p.seq_q * p.heads, p.value_dim / 4 + 20,
-                  [&](int64_t begin, int64_t end) { delta(p, g, begin, end); });
+void SetGradients(const TensorView& doutput, const TensorView& dlse, const TensorView& output,
+                  const TensorView& lse, AttentionGradients* g) {
+  g->doutput = doutput.data;
+  g->output = output.data;
+  g->dlse = dlse.present() ? dlse.as<const float>() : nullptr;
+  g->lse = lse.as<const float>();
 }
 
 }  // namespace
@@ -218,7 +232,6 @@ Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView
       !s.ok()) {
     return s;
   }
-  if (Status s = CheckServed(p); !s.ok()) return s;
   return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto task = TF_OPS_SIMD(ForwardTask<T>);
@@ -254,25 +267,41 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
   if (!dsink.SameShapeAndDType(sink)) {
     return InvalidArgument("dot_product_attention: the gradient of sink must be as sink is");
   }
-  if (Status s = CheckServed(p); !s.ok()) return s;
   return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
-    AttentionGradients g = DescribeGradients(p, doutput, dlse, output, lse, workspace);
-    g.dquery = AfterDelta(p, g);
-    DivideKeys(p.batch, p.kv_heads, p.seq_k, &g);
-    ComputeDelta<T>(cpu, p, g);
+    AttentionGradients g = DivideGradients(query, key, value);
+    SetGradients(doutput, dlse, output, lse, &g);
+    g.dquery = workspace.as<float>();
+    g.queries = g.dquery + DqueryBytes(g, query) / sizeof(float);
+    const auto pack = TF_OPS_SIMD(PackTask<T>);
     const auto task = TF_OPS_SIMD(GradTask<T>);
-    const int64_t queries = p.kv_heads > 0 ? p.seq_q * (p.heads / p.kv_heads) : 0;
-    cpu.ParallelFor(p.batch * p.kv_heads * g.parts,
-                    Cycles(p, queries, g.part_keys, 3 * p.head_dim + 2 * p.value_dim),
-                    [&](int64_t begin, int64_t end) {
-                      for (int64_t i = begin; i < end; ++i) {
-                        task(p, g, i, dkey.as<T>(), dvalue.as<T>());
-                      }
-                    });
+    const int64_t group = p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
+    for (int64_t all = p.batch * p.kv_heads; g.first_key_head < all;
+         g.first_key_head += g.key_heads) {
+      const int64_t key_heads = AtMost(all - g.first_key_head, g.key_heads);
+      cpu.ParallelFor(key_heads * group * g.query_blocks, g.query_block_size / 2,
+                      [&](int64_t begin, int64_t end) {
+                        for (int64_t i = begin; i < end; ++i) pack(p, g, i);
+                      });
+      cpu.ParallelFor(key_heads * g.parts,
+                      Cycles(p, p.seq_q * group, g.part_keys, 3 * p.head_dim + 2 * p.value_dim),
+                      [&](int64_t begin, int64_t end) {
+                        for (int64_t i = begin; i < end; ++i) {
+                          task(p, g, i, dkey.as<T>(), dvalue.as<T>());
+                        }
+                      });
+    }
     const auto sum = TF_OPS_SIMD(SumQueryParts<T>);
     cpu.ParallelFor(p.batch * p.seq_q * p.heads, g.parts * p.head_dim / 4 + 20,
                     [&](int64_t begin, int64_t end) { sum(p, g, begin, end, dquery.as<T>()); });
+    if (!p.sink) return Ok();
+    const auto sink_task = TF_OPS_SIMD(SinkGradTask<T>);
+    cpu.ParallelFor(p.heads, p.batch * p.seq_q * (p.value_dim / 8 + 50),
+                    [&](int64_t begin, int64_t end) {
+                      for (int64_t head = begin; head < end; ++head) {
+                        dsink.as<float>()[head] = sink_task(p, g, head);
+                      }
+                    });
     return Ok();
   });
 }
@@ -283,14 +312,11 @@ int64_t DotProductAttentionGradCpuWorkspace(TensorView, TensorView, TensorView q
                                             TensorView, TensorView, TensorView, float, float, bool,
                                             bool, int64_t, int64_t, float) {
   if (!HaveRankFour({query, key, value})) return 0;
-  const int64_t batch = query.dims[0], seq_q = query.dims[1], heads = query.dims[2];
-  const int64_t head_dim = query.dims[3], value_dim = value.dims[3];
-  if (head_dim > kMaxHeadDim || value_dim > kMaxHeadDim) return 0;
-  AttentionGradients g{};
-  g.blocks = GradBlocks(head_dim, value_dim);
-  DivideKeys(batch, key.dims[2], key.dims[1], &g);
-  return Sum(FloatBytes({batch, heads, seq_q}),
-             FloatBytes({g.parts, batch, heads, seq_q, Padded(head_dim)}));
+  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return 0;
+  const AttentionGradients g = DivideGradients(query, key, value);
+  const int64_t group = key.dims[2] > 0 ? query.dims[2] / key.dims[2] : 0;
+  return Sum(DqueryBytes(g, query),
+             FloatBytes({g.key_heads, group, g.query_blocks, g.query_block_size}));
 }
 
 Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse, TensorView query,
@@ -309,17 +335,18 @@ Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse,
       !s.ok()) {
     return s;
   }
-  if (Status s = CheckServed(p); !s.ok()) return s;
   if (!dbias.SameShapeAndDType(bias)) {
     return InvalidArgument("dot_product_attention: dbias must have the shape of bias");
   }
   if (!bias.present() || dbias.size() == 0) return Ok();
   return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
-    AttentionGradients g = DescribeGradients(p, doutput, dlse, output, lse, workspace);
+    AttentionGradients g{};
+    g.blocks = BiasGradBlocks(p.head_dim, p.value_dim);
+    g.query_block_size = QueryBlockSize(g.blocks.queries, p.head_dim, p.value_dim);
+    SetGradients(doutput, dlse, output, lse, &g);
     BiasTiles tiles = DivideBias(query, key, bias, g.blocks);
-    tiles.partial = AfterDelta(p, g);
-    ComputeDelta<T>(cpu, p, g);
+    tiles.partial = workspace.as<float>();
     const auto task = TF_OPS_SIMD(BiasGradTask<T>);
     const int64_t dims = p.head_dim + p.value_dim, terms = tiles.terms / tiles.parts + 1;
     cpu.ParallelFor(tiles.tiles * tiles.parts,
@@ -342,13 +369,11 @@ int64_t DotProductAttentionBiasGradCpuWorkspace(TensorView, TensorView, TensorVi
                                                 TensorView, TensorView, TensorView, float, float,
                                                 bool, bool, int64_t, int64_t, float) {
   if (!HaveRankFour({query, key, value, bias})) return 0;
-  const int64_t head_dim = query.dims[3], value_dim = value.dims[3];
-  if (head_dim > kMaxHeadDim || value_dim > kMaxHeadDim) return 0;
-  const AttentionBlocks blocks = GradBlocks(head_dim, value_dim);
+  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return 0;
+  const AttentionBlocks blocks = BiasGradBlocks(query.dims[3], value.dims[3]);
   const BiasTiles tiles = DivideBias(query, key, bias, blocks);
   const int64_t parts = tiles.parts > 1 ? tiles.parts : 0;
-  return Sum(FloatBytes({query.dims[0], query.dims[2], query.dims[1]}),
-             FloatBytes({tiles.tiles, parts, blocks.keys, blocks.queries}));
+  return FloatBytes({tiles.tiles, parts, blocks.keys, blocks.queries});
 }
 
 }  // namespace tf_ops

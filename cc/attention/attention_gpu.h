@@ -15,15 +15,17 @@ struct alignas(8) AttentionRow {
   float lse, delta;
 };
 
-// The delta, a NaN of its own, of a query that sees one key only and whose dlse is 0: p is 1
-// and ds 0 then, whatever rounding leaves of do . v - do . o. Such a query is in tiles that hide
-// something from it, so that only the code for those has to know.
+// The delta, a NaN of its own, of a query that sees one key only, no sink, and whose dlse is 0: p
+// is 1 and ds 0 then, whatever rounding leaves of do . v - do . o. Such a query is in tiles that
+// hide something from it, so that only the code for those has to know.
 constexpr uint32_t kOneKeyDelta = 0x7fc0a11e;
 
 struct AttentionGradients {
   const void *doutput, *output;
   const float *lse, *dlse;
   AttentionRow* rows;  // [batch, heads, seq_q]
+  float* sink_terms;   // [batch, heads, seq_q], whose sum dsink is; with a sink only
+  float* dsink;
   void *dquery, *dkey, *dvalue;
   // The gradient of the bias is summed by `splits` blocks per tile: to `dbias` where that is 1,
   // else to partial [splits, dbias_size].
@@ -61,5 +63,10 @@ inline int BiasGradSplits(const int64_t (&bias_dims)[4], const int64_t (&scores_
 
 // Workspaces are parts of 16 bytes' alignment.
 inline int64_t AlignedBytes(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+// The AttentionRows of a gradient: whole tiles of 128, as attention_sm90_backward.cuh wants them.
+inline int64_t GradRowsBytes(int64_t batch, int64_t heads, int64_t seq_q) {
+  return batch * heads * ((seq_q + 127) / 128 * 128) * int64_t(sizeof(AttentionRow));
+}
 
 }  // namespace tf_ops

@@ -2,6 +2,7 @@
 // The device code that all attention kernels share: who sees whom, scores, launches.
 #pragma once
 
+#include "cc/attention/attention_dropout.h"
 #include "cc/attention/attention_gpu.h"
 #include "cc/common/cuda.cuh"
 
@@ -27,7 +28,7 @@ struct AttentionPairs {
   static constexpr float kUnit = std::is_same_v<T, float> ? 1.0f : kLog2e;
 
   const AttentionProblem& p;
-  int q_len, k_len, offset;  // key j is of the future where j > i + offset
+  int q_len, k_len, first, last;  // query i sees keys from i + first to i + last
   float inverse_cap;
   const bool* mask;
   const T* bias;
@@ -35,7 +36,9 @@ struct AttentionPairs {
   __device__ AttentionPairs(const AttentionProblem& p, int64_t b, int64_t h) : p(p) {
     q_len = SeqLength(p.query_seq_lengths, b, p.seq_q);
     k_len = SeqLength(p.key_value_seq_lengths, b, p.seq_k);
-    offset = !p.is_causal ? 1 << 30 : p.bottom_right ? k_len - q_len : 0;
+    const int offset = p.bottom_right ? k_len - q_len : 0;
+    first = p.window_left < 0 ? -(1 << 30) : offset - int(p.window_left);
+    last = p.window_right < 0 ? 1 << 30 : offset + int(p.window_right);
     inverse_cap = 1.0f / p.soft_cap;
     SetHead(b, h);
   }
@@ -48,25 +51,27 @@ struct AttentionPairs {
   }
 
   __device__ bool Visible(int i, int j) const {
-    return i < q_len && j < k_len && j <= i + offset &&
+    return i < q_len && j < k_len && j <= i + last && j >= i + first &&
            (kPlain || !mask || mask[i * p.mask_strides[2] + j * p.mask_strides[3]]);
   }
 
-  // Keys [0, KeyEnd) hold all that queries [i, i + rows) see; queries [QueryBegin, q_len) all
-  // that see keys from j on.
+  // Keys [KeyBegin, KeyEnd) hold all that queries [i, i + rows) see; queries [QueryBegin,
+  // QueryEnd) all that see keys [j, j + columns).
+  __device__ int KeyBegin(int i) const { return max(0, i + first); }
   __device__ int KeyEnd(int i, int rows) const {
     const int end = min(i + rows, q_len);
-    return end <= i ? 0 : max(0, min(k_len, end + offset));
+    return end <= i ? 0 : max(0, min(k_len, end + last));
   }
-  __device__ int QueryBegin(int j) const { return max(0, j - offset); }
+  __device__ int QueryBegin(int j) const { return max(0, j - last); }
+  __device__ int QueryEnd(int j, int columns) const { return min(q_len, j + columns - first); }
 
   // Whether some query of [i, i + rows) does not see some key of [j, j + columns) ...
   __device__ bool HidesSome(int i, int rows, int j, int columns) const {
-    return i + rows > q_len || j + columns > k_len || HidesValid(i, j, columns);
+    return i + rows > q_len || j + columns > k_len || HidesValid(i, rows, j, columns);
   }
   // ... both below the lengths: what is above them was loaded as zeros.
-  __device__ bool HidesValid(int i, int j, int columns) const {
-    return (!kPlain && mask) || min(j + columns, k_len) - 1 > i + offset;
+  __device__ bool HidesValid(int i, int rows, int j, int columns) const {
+    return (!kPlain && mask) || min(j + columns, k_len) - 1 > i + last || j < i + rows - 1 + first;
   }
 
   // The score, in 1 / kUnit; *slope is that of the cap. Only for i < seq_q, j < seq_k.
@@ -89,6 +94,34 @@ struct AttentionPairs {
   }
 };
 
+// Which pairs of a batch row and head the dropout keeps, if there is one.
+template <bool kDropout>
+class PairDropout {
+ public:
+  __device__ PairDropout(const AttentionProblem& p, int64_t b, int64_t h) {
+    if constexpr (!kDropout) return;
+    key_ = DropoutKeyOf(p.seed);
+    threshold_ = p.dropout_threshold;
+    SetHead(p, b, h);
+  }
+  __device__ void SetHead(const AttentionProblem& p, int64_t b, int64_t h) {
+    head_ = uint32_t(b * p.heads + h);
+  }
+
+  // Of query i and keys j to j + 3, a bit for each; j is a multiple of 4.
+  __device__ uint32_t KeptOfFour(int i, int j) const {
+    const PhiloxWords w = DropoutWords(key_, head_, uint32_t(i), uint32_t(j) / 4);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) bits |= uint32_t(w.word[n] >= threshold_) << n;
+    return bits;
+  }
+
+ private:
+  DropoutKey key_;
+  uint32_t head_, threshold_;
+};
+
 __device__ inline bool SeesOneKey(float delta) { return __float_as_uint(delta) == kOneKeyDelta; }
 
 // AttentionRows of a problem: eight lanes to a row of `output`.
@@ -96,7 +129,7 @@ template <typename T>
 __global__ void __launch_bounds__(256)
     AttentionRowsKernel(const __grid_constant__ AttentionProblem p, const T* doutput,
                         const T* output, const float* lse, const float* dlse, bool aligned,
-                        AttentionRow* rows) {
+                        AttentionRow* rows, float* sink_terms) {
   const int64_t row = int64_t(blockIdx.x) * 32 + threadIdx.x / 8;  // [batch, seq_q, heads]
   const int64_t h = row % p.heads, i = row / p.heads % p.seq_q, b = row / p.heads / p.seq_q;
   if (b >= p.batch) return;
@@ -124,13 +157,36 @@ __global__ void __launch_bounds__(256)
   for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(group, sum, step);
   if (lane != 0) return;
   const int64_t at = (b * p.heads + h) * p.seq_q + i;
-  const bool empty = lse[at] == -INFINITY || i >= SeqLength(p.query_seq_lengths, b, p.seq_q);
   const AttentionPairs<T> pairs(p, b, h);
+  const bool empty = lse[at] == -INFINITY || i >= pairs.q_len;
   const float of_lse = dlse ? dlse[at] : 0.0f;
-  const bool one_key = of_lse == 0.0f && min(int64_t{pairs.k_len}, i + pairs.offset + 1) == 1;
+  if (sink_terms) {
+    // A query that is none has an output of 0, whatever its upstream gradient.
+    const float weight = lse[at] == -INFINITY ? 0.0f : expf(p.sink[h] - lse[at]);
+    sink_terms[at] = i >= pairs.q_len ? of_lse : -weight * (sum - of_lse);
+  }
+  const bool one_key =
+      of_lse == 0.0f && !p.sink && pairs.KeyEnd(int(i), 1) - pairs.KeyBegin(int(i)) == 1;
   const float delta = one_key ? __uint_as_float(kOneKeyDelta) : sum - of_lse;
   rows[at] = empty ? AttentionRow{INFINITY, 0.0f}
                    : AttentionRow{lse[at] * AttentionPairs<T>::kUnit, delta};
+}
+
+// dsink: a block per head sums its rows' terms.
+static __global__ void __launch_bounds__(1024)
+    SinkGradKernel(const __grid_constant__ AttentionProblem p, const float* terms, float* dsink) {
+  __shared__ float sums[1024];
+  const int64_t h = blockIdx.x;
+  float sum = 0.0f;
+  for (int64_t n = threadIdx.x; n < p.batch * p.seq_q; n += 1024) {
+    sum += terms[(n / p.seq_q * p.heads + h) * p.seq_q + n % p.seq_q];
+  }
+  sums[threadIdx.x] = sum;
+  for (int step = 512; step > 0; step /= 2) {
+    __syncthreads();
+    if (int(threadIdx.x) < step) sums[threadIdx.x] += sums[threadIdx.x + step];
+  }
+  if (threadIdx.x == 0) dsink[h] = sums[0];
 }
 
 // A block's part in the gradient of the bias: one tile of rows x columns of it, and of what
@@ -276,7 +332,12 @@ Status LaunchRows(Gpu gpu, const AttentionProblem& p, const AttentionGradients& 
   return Launch(gpu, AttentionRowsKernel<T>, (count + 31) / 32, 256, 0, p,
                 static_cast<const T*>(g.doutput), static_cast<const T*>(g.output), g.lse, g.dlse,
                 RowsAligned<T>(g.doutput, p.value_dim) && RowsAligned<T>(g.output, p.value_dim),
-                g.rows);
+                g.rows, g.sink_terms);
+}
+
+inline Status LaunchSinkGrad(Gpu gpu, const AttentionProblem& p, const AttentionGradients& g) {
+  if (!p.sink) return Ok();
+  return Launch(gpu, SinkGradKernel, p.heads, 1024, 0, p, g.sink_terms, g.dsink);
 }
 
 template <typename T>

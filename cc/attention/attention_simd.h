@@ -106,8 +106,6 @@ void Pack(Operand<T>* operand) {
     const T* from = operand->source + r * operand->stride;
     float* to = operand->block + int64_t{r} * operand->ld;
     for (int c = 0; c < operand->ld; c += kLanes) {
-      // What the next block takes from here; rows of one head are far apart.
-      __builtin_prefetch(from + operand->rows * operand->stride + c);
       Floats x{};
       if (c < whole) {
         x = Load(from + c) * operand->factor;
@@ -121,6 +119,16 @@ void Pack(Operand<T>* operand) {
   }
   operand->finite = true;
   for (int i = 0; i < kLanes; ++i) operand->finite &= largest[i] < 0x7f800000;
+}
+
+// Asks for rows [begin, end) of the block that follows: those of one head are far apart.
+template <typename T>
+void PrefetchNext(const Operand<T>& operand, int begin, int end) {
+  for (int r = begin; r < end; ++r) {
+    const T* row = operand.source + (operand.rows + r) * operand.stride;
+    for (int c = 0; c < operand.columns; c += int(64 / sizeof(T)))
+      __builtin_prefetch(row + c, 0, 2);
+  }
 }
 
 template <typename T>
@@ -225,6 +233,10 @@ struct ScoreTile {
 
 enum Visible { kNone, kSome, kAll };
 
+// A bit for each key and query of a tile.
+typedef uint32_t KeyBits[2][kMaxQueries];
+typedef uint64_t ULongs __attribute__((vector_size(4 * kLanes)));
+
 // A bit per key for keys [0, count) of a row of the mask; count <= 64.
 inline uint64_t MaskBits(const bool* mask, int64_t stride, int count) {
   if (stride == 0) return *mask ? ~uint64_t{0} : 0;
@@ -237,32 +249,91 @@ inline uint64_t MaskBits(const bool* mask, int64_t stride, int count) {
   return bits;
 }
 
+// The lowest `count` bits, of which there are 64.
+inline uint64_t LowBits(int64_t count) {
+  return count <= 0 ? 0 : count >= 64 ? ~uint64_t{0} : ~(~uint64_t{0} << count);
+}
+
 // Which keys of the tile each query sees: bit j of seen[w][lane] is for key 32 w + j. Set only
 // where the answer is kSome.
 inline Visible FindVisible(const AttentionProblem& p, const AttentionRow& row,
-                           const ScoreTile& tile, uint32_t (*seen)[kMaxQueries]) {
-  const int64_t diagonal = row.diagonal;  // query i sees keys up to i + diagonal
-  if (tile.key > tile.query + tile.rows - 1 + diagonal) return kNone;
-  const bool above = tile.key + tile.keys - 1 <= tile.query + diagonal;
-  if (above && !p.mask) return kAll;
-  const uint64_t every = ~uint64_t{0} >> (64 - tile.keys);
+                           const ScoreTile& tile, KeyBits seen) {
+  const int64_t diagonal = tile.query - tile.key, last = diagonal + tile.rows - 1;
+  if (last + row.high < 0 || diagonal + row.low >= tile.keys) return kNone;
+  if (diagonal + row.high >= tile.keys - 1 && last + row.low <= 0 && !p.mask) return kAll;
+  const uint64_t every = LowBits(tile.keys);
   const int64_t (&strides)[4] = p.mask_strides;
   const int64_t at = tile.batch * strides[0] + tile.head * strides[1] + tile.query * strides[2] +
                      tile.key * strides[3];
   uint64_t mask = every, any = 0, all = every;
-  for (int r = 0; r < tile.lanes; ++r) {
-    if (p.mask && r < tile.rows && (r == 0 || strides[2] != 0)) {
+  for (int r = 0; r < tile.rows; ++r) {
+    if (p.mask && (r == 0 || strides[2] != 0)) {
       mask = MaskBits(p.mask + at + r * strides[2], strides[3], tile.keys) & every;
     }
-    const int64_t count = tile.query + r + diagonal - tile.key + 1;
-    const uint64_t under = count >= 64 ? every : count <= 0 ? 0 : every & ~(~uint64_t{0} << count);
-    const uint64_t bits = r < tile.rows ? mask & under : 0;
+    const int64_t before = diagonal + r + row.low, up_to = diagonal + r + row.high + 1;
+    const uint64_t bits = mask & LowBits(up_to) & ~LowBits(before);
     seen[0][r] = uint32_t(bits);
     seen[1][r] = uint32_t(bits >> 32);
     any |= bits;
-    if (r < tile.rows) all &= bits;
+    all &= bits;
   }
+  for (int r = tile.rows; r < tile.lanes; ++r) seen[0][r] = seen[1][r] = 0;
   return any == 0 ? kNone : all == every ? kAll : kSome;
+}
+
+// The high halves of x * y go to `high`, the low ones are returned.
+TF_OPS_INLINE UInts MultiplyWide(UInts x, uint32_t y, UInts* high) {
+  const ULongs even = ((ULongs)x & 0xffffffff) * y, odd = ((ULongs)x >> 32) * y;
+  *high = (UInts)((even >> 32) | (odd & ~ULongs{0} << 32));
+  return x * y;
+}
+
+// Which keys of the tile dropout leaves to each query: one generator for each lane, whose four
+// words are those of four keys.
+inline void FindKept(const AttentionProblem& p, const ScoreTile& tile, KeyBits kept) {
+  const DropoutKey key = DropoutKeyOf(p.seed);
+  const uint32_t head = uint32_t(tile.batch * p.heads + tile.head);
+  UInts lane{};
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  for (int v = 0; v < tile.lanes; v += kLanes) {
+    UInts bits[2] = {};
+    for (int j = 0; j < tile.keys; j += 4) {
+      UInts c0 = UInts{} + uint32_t((tile.key + j) / 4), c1 = lane + uint32_t(tile.query + v);
+      UInts c2 = UInts{} + head, c3 = UInts{} + key.salt;
+      uint32_t key0 = key.key[0], key1 = key.key[1];
+      for (int round = 0; round < kPhiloxRounds; ++round) {
+        UInts high0, high1;
+        const UInts low0 = MultiplyWide(c0, kPhiloxMultipliers[0], &high0);
+        const UInts low1 = MultiplyWide(c2, kPhiloxMultipliers[1], &high1);
+        c0 = high1 ^ c1 ^ key0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ key1;
+        c3 = low0;
+        key0 += kPhiloxWeyl[0];
+        key1 += kPhiloxWeyl[1];
+      }
+      const UInts words[4] = {c0, c1, c2, c3};
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const UInts keep = words[i] >= p.dropout_threshold ? UInts{} + 1 : UInts{};
+        bits[j / 32] |= keep << ((j + i) % 32);
+      }
+    }
+    __builtin_memcpy(kept[0] + v, &bits[0], sizeof bits[0]);
+    __builtin_memcpy(kept[1] + v, &bits[1], sizeof bits[1]);
+  }
+}
+
+// Multiplies x [keys, lanes] of the tile by w of the contract.
+inline void Drop(const AttentionProblem& p, const ScoreTile& tile, const KeyBits kept, float* x) {
+  for (int j = 0; j < tile.keys; ++j) {
+    for (int v = 0; v < tile.lanes; v += kLanes) {
+      UInts bits;
+      __builtin_memcpy(&bits, kept[j / 32] + v, sizeof bits);
+      float* at = x + j * tile.lanes + v;
+      Store(at, (bits >> (j % 32) & 1) != 0 ? Load(at) * p.keep_scale : Floats{});
+    }
+  }
 }
 
 // scores [keys, lanes] of the tile from keys k [keys, ld] and transposed queries qt [head_dim,
@@ -270,8 +341,7 @@ inline Visible FindVisible(const AttentionProblem& p, const AttentionRow& row,
 // derivative of the soft cap.
 template <typename T>
 void Scores(const AttentionProblem& p, const ScoreTile& tile, const float* qt, const float* k,
-            int64_t ld, Visible visible, const uint32_t (*seen)[kMaxQueries], float* scores,
-            float* slope) {
+            int64_t ld, Visible visible, const KeyBits seen, float* scores, float* slope) {
   const int lanes = tile.lanes, size = tile.keys * lanes;
   MatMul<false>(kSet, tile.keys, lanes, int(p.head_dim), k, ld, qt, lanes, scores, lanes);
   if (p.soft_cap > 0.0f) {
@@ -367,6 +437,13 @@ inline void UpdateSoftmax(const ScoreTile& tile, float* scores, float* peak, flo
   }
 }
 
+template <typename T>
+void StoreRow(const float* from, float factor, int columns, T* to) {
+  int c = 0;
+  for (; c + kLanes <= columns; c += kLanes) Store(to + c, Load(from + c) * factor);
+  if (c < columns) StorePartial(to + c, Load(from + c) * factor, columns - c);
+}
+
 // Hands out aligned parts of a scratch array.
 struct Scratch {
   float* next;
@@ -376,6 +453,13 @@ struct Scratch {
     return part;
   }
 };
+
+// Room for a block of keys or values.
+template <typename T>
+Operand<T> KeyOperand(const AttentionProblem& p, int rows, int columns, Scratch* scratch) {
+  const int ld = Padded(columns);
+  return {nullptr, p.kv_heads * columns, 0, columns, 1.0f, scratch->Take(rows * ld), ld};
+}
 
 // One block of queries of one head. Every kMaxQueries of them, a group, have a tile of scores;
 // the groups share the packed keys and values.
@@ -400,17 +484,8 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
   float* peak = scratch.Take(blocks.queries);
   float* total = scratch.Take(blocks.queries);
   float* shrink = scratch.Take(kMaxQueries);
-  Operand<T> k{nullptr,
-               p.kv_heads * p.head_dim,
-               0,
-               int(p.head_dim),
-               1.0f,
-               scratch.Take(blocks.keys * Padded(p.head_dim)),
-               Padded(p.head_dim)};
-  Operand<T> v{nullptr, p.kv_heads * p.value_dim,
-               0,       int(p.value_dim),
-               1.0f,    scratch.Take(blocks.keys * value_ld),
-               value_ld};
+  Operand<T> k = KeyOperand<T>(p, blocks.keys, int(p.head_dim), &scratch);
+  Operand<T> v = KeyOperand<T>(p, blocks.keys, int(p.value_dim), &scratch);
 
   const int64_t stride = p.heads * p.head_dim;
   const T* q =
@@ -420,20 +495,23 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
     PackTransposed(q + g * stride, stride, group_rows, int(p.head_dim), p.scale,
                    qt + g * p.head_dim, Padded(group_rows));
   }
-  for (int i = 0; i < rows * value_ld; i += kLanes) Store(sum + i, Floats{});
+  for (int i = 0; i < size * value_ld; i += kLanes) Store(sum + i, Floats{});
+  const float inf = __builtin_inff(), sink = p.sink ? p.sink[head] : -inf;
   for (int r = 0; r < blocks.queries; r += kLanes) {
-    Store(peak + r, Set(-__builtin_inff()));
-    Store(total + r, Floats{});
+    // The sink is one more key, without a value.
+    Store(peak + r, Set(sink));
+    Store(total + r, Set(sink == -inf ? 0.0f : 1.0f));
   }
 
-  const int64_t end = rows == 0 ? 0 : AtMost(row.keys, query + rows + row.diagonal);
-  for (int64_t key = 0; key < end; key += blocks.keys) {
+  const int64_t begin = AtLeast(query + row.low, 0) / blocks.keys * blocks.keys;
+  const int64_t end = rows == 0 ? 0 : AtMost(row.keys, query + rows + row.high);
+  for (int64_t key = begin; key < end; key += blocks.keys) {
     bool packed = false;
     const int keys = int(AtMost(end - key, blocks.keys));
     for (int g = 0; g < rows; g += kMaxQueries) {
       const int group_rows = int(AtMost(rows - g, kMaxQueries));
       const ScoreTile tile{batch, head, query + g, key, group_rows, keys, Padded(group_rows)};
-      uint32_t seen[2][kMaxQueries];
+      KeyBits seen;
       const Visible visible = FindVisible(p, row, tile, seen);
       if (visible == kNone) continue;
       if (!packed) {
@@ -447,7 +525,14 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
         packed = true;
       }
       Scores<T>(p, tile, qt + g * p.head_dim, k.block, k.ld, visible, seen, scores, nullptr);
+      PrefetchNext(k, keys * g / rows, keys * (g + group_rows) / rows);
+      PrefetchNext(v, keys * g / rows, keys * (g + group_rows) / rows);
       UpdateSoftmax(tile, scores, peak + g, total + g, shrink);
+      if (p.dropout_threshold) {
+        KeyBits kept;
+        FindKept(p, tile, kept);
+        Drop(p, tile, kept, scores);
+      }
       MatMulWeights<true>(kScaleAndAdd, group_rows, scores, tile.lanes, v, sum + g * value_ld,
                           shrink);
     }
@@ -456,103 +541,153 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
   for (int r = 0; r < size; ++r) {
     T* to = output + ((batch * p.seq_q + query + r) * p.heads + head) * p.value_dim;
     const bool empty = r >= rows || total[r] == 0.0f;
-    const float inverse = empty ? 0.0f : 1.0f / total[r];
-    for (int c = 0; c < p.value_dim; c += kLanes) {
-      const Floats y = empty ? Floats{} : Load(sum + int64_t{r} * value_ld + c) * inverse;
-      if (c + kLanes <= p.value_dim) {
-        Store(to + c, y);
-      } else {
-        StorePartial(to + c, y, int(p.value_dim) - c);
-      }
-    }
+    StoreRow(sum + int64_t{r} * value_ld, empty ? 0.0f : 1.0f / total[r], int(p.value_dim), to);
     lse[(batch * p.heads + head) * p.seq_q + query + r] =
-        empty ? -__builtin_inff() : peak[r] + __builtin_logf(total[r]);
+        empty ? sink : peak[r] + __builtin_logf(total[r]);
   }
 }
 
-// delta of rows [begin, end) of output [batch, seq_q, heads], summed in the order of `Tile`: a
-// row that sees one key has ds of exactly 0.
-template <typename T>
-void Delta(const AttentionProblem& p, const AttentionGradients& g, int64_t begin, int64_t end) {
-  const int columns = int(p.value_dim);
-  alignas(64) float dy[kMaxHeadDim * kLanes], y[kMaxHeadDim * kLanes];
-  for (int64_t i = begin; i < end; i += kLanes) {
-    const int rows = int(AtMost(end - i, kLanes));
-    PackTransposed(static_cast<const T*>(g.doutput) + i * columns, columns, rows, columns, 1.0f, dy,
-                   kLanes);
-    PackTransposed(static_cast<const T*>(g.output) + i * columns, columns, rows, columns, 1.0f, y,
-                   kLanes);
-    Floats sum{};
-    for (int c = 0; c < columns; ++c) sum += Load(dy + c * kLanes) * Load(y + c * kLanes);
-    for (int r = 0; r < rows; ++r) {
-      const int64_t row = i + r, query = row / p.heads % p.seq_q, batch = row / p.heads / p.seq_q;
-      const int64_t at = (batch * p.heads + row % p.heads) * p.seq_q + query;
-      g.delta[at] = sum[r] - (g.dlse ? g.dlse[at] : 0.0f);
-    }
-  }
-}
-
-// What the gradients need of a block of queries, in scratch.
+// What the gradients read of a block of queries.
 template <typename T>
 struct QueryBlock {
   Operand<T> q, doutput;
-  float *qt, *doutput_t, *lse, *delta;
+  float *qt, *doutput_t;  // transposed
+  float *lse, *delta;     // [lanes]
+  float* finite;          // [2], of q and doutput, as 0 or 1
 };
+
+// The block of the tile's queries, of which one has `rows`, packed or to be packed in memory.
+template <typename T>
+QueryBlock<T> LocateQueries(const AttentionProblem& p, const AttentionGradients& g,
+                            const ScoreTile& tile, int64_t rows, float* memory) {
+  const int64_t at = (tile.batch * p.seq_q + tile.query) * p.heads + tile.head;
+  Scratch scratch{memory};
+  const auto operand = [&](const void* data, int64_t columns, float factor) {
+    return Operand<T>{static_cast<const T*>(data) + at * columns,
+                      p.heads * columns,
+                      tile.rows,
+                      int(columns),
+                      factor,
+                      scratch.Take(rows * Padded(columns)),
+                      Padded(columns)};
+  };
+  const int64_t lanes = Padded(rows);
+  return {operand(p.query, p.head_dim, p.scale),
+          operand(g.doutput, p.value_dim, 1.0f),
+          scratch.Take(lanes * p.head_dim),
+          scratch.Take(lanes * p.value_dim),
+          scratch.Take(lanes),
+          scratch.Take(lanes),
+          scratch.Take(2)};
+}
+
+// Where one tile has all keys of a query, delta is the weighted mean of do . v in it: it has the
+// rounding of what it is subtracted from, and the difference may be small.
+inline bool DeltaFromTile(const AttentionProblem& p, const AttentionGradients& g) {
+  return p.seq_k <= g.blocks.keys;
+}
 
 template <typename T>
 void PackQueries(const AttentionProblem& p, const AttentionGradients& g, const ScoreTile& tile,
                  QueryBlock<T>* block) {
-  const int64_t at = (tile.batch * p.seq_q + tile.query) * p.heads + tile.head;
   Operand<T>&q = block->q, &dy = block->doutput;
-  q.source = static_cast<const T*>(p.query) + at * p.head_dim;
-  dy.source = static_cast<const T*>(g.doutput) + at * p.value_dim;
-  q.rows = dy.rows = tile.rows;
   Pack(&q);
   Pack(&dy);
   PackTransposed(q.block, q.ld, q.rows, q.columns, 1.0f, block->qt, tile.lanes);
   PackTransposed(dy.block, dy.ld, dy.rows, dy.columns, 1.0f, block->doutput_t, tile.lanes);
   DropNonFinite(&q);
   DropNonFinite(&dy);
+  block->finite[0] = q.finite;
+  block->finite[1] = dy.finite;
+
   const int64_t row = (tile.batch * p.heads + tile.head) * p.seq_q + tile.query;
-  const float inf = __builtin_inff();
+  const T* output =
+      static_cast<const T*>(g.output) + (dy.source - static_cast<const T*>(g.doutput));
+  for (int v = 0; v < tile.lanes; v += kLanes) {
+    Floats sum{};
+    if (!DeltaFromTile(p, g) && v < dy.rows) {
+      // In the order of `Tile`: a row that sees one key has ds of exactly 0.
+      alignas(64) float output_t[kMaxHeadDim * kLanes];
+      const int rows = dy.rows - v < kLanes ? dy.rows - v : kLanes;
+      PackTransposed(output + v * dy.stride, dy.stride, rows, dy.columns, 1.0f, output_t, kLanes);
+      for (int c = 0; c < dy.columns; ++c) {
+        sum += Load(block->doutput_t + c * tile.lanes + v) * Load(output_t + c * kLanes);
+      }
+    }
+    Store(block->delta + v, sum);
+  }
   for (int r = 0; r < tile.lanes; ++r) {
-    // exp(score - inf) is 0, also for the lanes beyond the rows.
-    const float lse = r < tile.rows ? g.lse[row + r] : inf;
-    block->lse[r] = lse == -inf ? inf : lse;
-    block->delta[r] = r < tile.rows ? g.delta[row + r] : 0.0f;
+    if (r < tile.rows && g.dlse) block->delta[r] -= g.dlse[row + r];
+    // Of a query without keys, and beyond the last one: exp(score - inf) is 0.
+    const float inf = __builtin_inff();
+    block->lse[r] = r < tile.rows && g.lse[row + r] != -inf ? g.lse[row + r] : inf;
   }
 }
 
-// weights [keys, lanes] and dscores [keys, lanes] of the tile: p and ds of the contract, or,
+// Where packed block `index` of [key_heads, heads / kv_heads, query_blocks] is.
+template <typename T>
+QueryBlock<T> PackedQueries(const AttentionProblem& p, const AttentionGradients& g,
+                            const ScoreTile& tile, int64_t index) {
+  return LocateQueries<T>(p, g, tile, AtMost(p.seq_q, g.blocks.queries),
+                          g.queries + index * g.query_block_size);
+}
+
+// Packs that block, which every task of its key head reads.
+template <typename T>
+void PackTask(const AttentionProblem& p, const AttentionGradients& g, int64_t index) {
+  const int64_t query = index % g.query_blocks * g.blocks.queries;
+  const int64_t row = g.first_key_head * (p.heads / p.kv_heads) + index / g.query_blocks;
+  const int64_t batch = row / p.heads;
+  const int rows = int(AtMost(AttentionRow(p, batch).queries - query, g.blocks.queries));
+  if (rows <= 0) return;
+  const ScoreTile tile{batch, row % p.heads, query, 0, rows, 0, Padded(rows)};
+  QueryBlock<T> block = PackedQueries<T>(p, g, tile, index);
+  PackQueries(p, g, tile, &block);
+}
+
+// weights [keys, lanes] and dscores [keys, lanes] of the tile: w p and ds of the contract, or,
 // with a slope, what goes on to the product of query and key.
 template <typename T>
-void ScoreGradients(const AttentionProblem& p, const ScoreTile& tile, const QueryBlock<T>& block,
-                    const Operand<T>& k, const Operand<T>& v, Visible which,
-                    const uint32_t (*seen)[kMaxQueries], float* weights, float* dscores,
+void ScoreGradients(const AttentionProblem& p, const AttentionGradients& g, const ScoreTile& tile,
+                    const QueryBlock<T>& queries, const Operand<T>& k, const Operand<T>& v,
+                    Visible which, const KeyBits seen, float* weights, float* dscores,
                     float* slope) {
   const int lanes = tile.lanes;
-  Scores<T>(p, tile, block.qt, k.block, k.ld, which, seen, weights, slope);
-  MatMul<false>(kSet, tile.keys, lanes, int(p.value_dim), v.block, v.ld, block.doutput_t, lanes,
+  const bool mean = DeltaFromTile(p, g);
+  // The only key of a query has no gradient, though under dropout its output is rounded.
+  const bool settled = p.dropout_threshold && !g.dlse;
+  Scores<T>(p, tile, queries.qt, k.block, k.ld, which, seen, weights, slope);
+  MatMul<false>(kSet, tile.keys, lanes, int(p.value_dim), v.block, v.ld, queries.doutput_t, lanes,
                 dscores, lanes);
+  KeyBits kept;
+  if (p.dropout_threshold) {
+    FindKept(p, tile, kept);
+    Drop(p, tile, kept, dscores);
+  }
   for (int r = 0; r < lanes; r += kLanes) {
-    const Floats lse = Load(block.lse + r), delta = Load(block.delta + r);
+    const Floats lse = Load(queries.lse + r);
+    Floats delta = Load(queries.delta + r);
+    if (mean) {
+      Floats sum{}, total = p.sink ? Weight(p.sink[tile.head] - lse) : Floats{};
+      for (int i = r; i < tile.keys * lanes; i += lanes) {
+        const Floats score = Load(weights + i), weight = Weight(score - lse);
+        const auto visible = score != -__builtin_inff();
+        sum += visible ? weight * Load(dscores + i) : Floats{};
+        total += visible ? weight : Floats{};
+      }
+      delta += total == 0.0f ? Floats{} : sum / total;
+    }
     for (int i = r; i < tile.keys * lanes; i += lanes) {
-      const Floats score = Load(weights + i);
+      const Floats score = Load(weights + i), weight = Weight(score - lse);
       const auto visible = score != -__builtin_inff();  // elsewhere the rest may be NaN
-      const Floats weight = Weight(score - lse);
       Floats ds = weight * (Load(dscores + i) - delta);
       if (slope) ds *= Load(slope + i);
+      if (settled) ds = weight == 1.0f ? Floats{} : ds;
       Store(weights + i, visible ? weight : Floats{});
       Store(dscores + i, visible ? ds : Floats{});
     }
   }
-}
-
-template <typename T>
-void StoreRow(const float* from, float factor, int columns, T* to) {
-  int c = 0;
-  for (; c + kLanes <= columns; c += kLanes) Store(to + c, Load(from + c) * factor);
-  if (c < columns) StorePartial(to + c, Load(from + c) * factor, columns - c);
+  if (p.dropout_threshold) Drop(p, tile, kept, weights);
 }
 
 // dkey and dvalue of one part of the keys of one key head, and that part's share of dquery,
@@ -561,27 +696,18 @@ template <typename T>
 void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t task, T* dkey,
               T* dvalue) {
   const AttentionBlocks blocks = g.blocks;
-  const int64_t batch = task / g.parts % p.batch, kv_head = task / g.parts / p.batch;
-  const int64_t part = task % g.parts, group = p.heads / p.kv_heads;
+  const int64_t local_head = task / g.parts, part = task % g.parts;
+  const int64_t batch = (g.first_key_head + local_head) / p.kv_heads;
+  const int64_t kv_head = (g.first_key_head + local_head) % p.kv_heads;
+  const int64_t group = p.heads / p.kv_heads;
   const AttentionRow row(p, batch);
   const int ld = Padded(p.head_dim), value_ld = Padded(p.value_dim);
   const int head_dim = int(p.head_dim), value_dim = int(p.value_dim);
 
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
-  const auto operand = [&](int64_t heads, int columns, float factor, int rows) {
-    return Operand<T>{nullptr,        heads * columns, 0,
-                      columns,        factor,          scratch.Take(rows * Padded(columns)),
-                      Padded(columns)};
-  };
-  Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
-  Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);
-  QueryBlock<T> block{operand(p.heads, head_dim, p.scale, blocks.queries),
-                      operand(p.heads, value_dim, 1.0f, blocks.queries),
-                      scratch.Take(blocks.queries * head_dim),
-                      scratch.Take(blocks.queries * value_dim),
-                      scratch.Take(blocks.queries),
-                      scratch.Take(blocks.queries)};
+  Operand<T> k = KeyOperand<T>(p, blocks.keys, head_dim, &scratch);
+  Operand<T> v = KeyOperand<T>(p, blocks.keys, value_dim, &scratch);
   float* dk = scratch.Take(blocks.keys * ld);
   float* dv = scratch.Take(blocks.keys * value_ld);
   float* weights = scratch.Take(blocks.keys * blocks.queries);
@@ -590,10 +716,10 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
 
   const int64_t head_size = p.seq_q * ld;
   float* dquery = g.dquery + ((part * p.batch + batch) * p.heads + kv_head * group) * head_size;
-  for (int64_t i = 0; i < group * head_size; i += kLanes) Store(dquery + i, Floats{});
 
-  const int64_t key_end = AtMost((part + 1) * g.part_keys, p.seq_k);
-  for (int64_t key = part * g.part_keys; key < key_end; key += blocks.keys) {
+  const int64_t key_begin = part * g.part_keys, key_end = AtMost(key_begin + g.part_keys, p.seq_k);
+  for (int64_t key = key_begin; key < key_end || key == key_begin; key += blocks.keys) {
+    const bool set = key == key_begin;  // dquery, of all queries; later blocks add to it
     const int size = int(AtMost(key_end - key, blocks.keys));
     const int keys = int(AtLeast(AtMost(row.keys - key, size), 0));
     const int64_t at = (batch * p.seq_k + key) * p.kv_heads + kv_head;
@@ -605,22 +731,38 @@ void GradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t ta
     for (int i = 0; i < size * ld; i += kLanes) Store(dk + i, Floats{});
     for (int i = 0; i < size * value_ld; i += kLanes) Store(dv + i, Floats{});
 
-    const int64_t first = AtLeast(key - row.diagonal, 0) / blocks.queries * blocks.queries;
-    for (int64_t h = 0; h < (keys > 0 ? group : 0); ++h) {
-      for (int64_t query = first; query < row.queries; query += blocks.queries) {
-        const int rows = int(AtMost(row.queries - query, blocks.queries));
-        const ScoreTile tile{batch, kv_head * group + h, query, key, rows, keys, Padded(rows)};
-        uint32_t seen[2][kMaxQueries];
-        const Visible visible = FindVisible(p, row, tile, seen);
+    const int64_t first = set ? 0 : AtLeast(key - row.high, 0) / blocks.queries * blocks.queries;
+    const int64_t last = set         ? p.seq_q
+                         : keys == 0 ? first
+                                     : AtMost(row.queries, key + keys - row.low);
+    for (int64_t h = 0; h < group; ++h) {
+      for (int64_t query = first; query < last; query += blocks.queries) {
+        const int rows = int(AtLeast(AtMost(row.queries - query, blocks.queries), 0));
+        k.rows = int(AtLeast(AtMost(keys, query + rows + row.high - key), 0));
+        const ScoreTile tile{batch, kv_head * group + h, query, key, rows, k.rows, Padded(rows)};
+        KeyBits seen;
+        const Visible visible = rows > 0 && k.rows > 0 ? FindVisible(p, row, tile, seen) : kNone;
+        float* dq = dquery + h * head_size + query * ld;
+        if (set) {
+          const int64_t end = AtMost(p.seq_q - query, blocks.queries) * ld;
+          for (int64_t i = visible == kNone ? 0 : rows * ld; i < end; i += kLanes) {
+            Store(dq + i, Floats{});
+          }
+        }
         if (visible == kNone) continue;
-        PackQueries(p, g, tile, &block);
-        ScoreGradients(p, tile, block, k, v, visible, seen, weights, dscores, slope);
-        MatMulWeights<false>(kAdd, keys, weights, tile.lanes, block.doutput, dv);
-        MatMulWeights<false>(kAdd, keys, dscores, tile.lanes, block.q, dk);
+        const int64_t index = (local_head * group + h) * g.query_blocks + query / blocks.queries;
+        QueryBlock<T> block = PackedQueries<T>(p, g, tile, index);
+        block.q.finite = block.finite[0] != 0.0f;
+        block.doutput.finite = block.finite[1] != 0.0f;
+        ScoreGradients(p, g, tile, block, k, v, visible, seen, weights, dscores, slope);
+        MatMulWeights<false>(kAdd, k.rows, weights, tile.lanes, block.doutput, dv);
+        MatMulWeights<false>(kAdd, k.rows, dscores, tile.lanes, block.q, dk);
         DropNonFinite(&k);
-        MatMulWeights<true>(kAdd, rows, dscores, tile.lanes, k,
-                            dquery + h * head_size + query * ld);
-        if (!k.finite) Pack(&k);
+        MatMulWeights<true>(set ? kSet : kAdd, rows, dscores, tile.lanes, k, dq);
+        if (!k.finite) {
+          k.rows = keys;
+          Pack(&k);
+        }
       }
     }
     for (int r = 0; r < size; ++r) {
@@ -648,6 +790,29 @@ void SumQueryParts(const AttentionProblem& p, const AttentionGradients& g, int64
     }
     StoreRow(sum, p.scale, int(p.head_dim), dquery + i * p.head_dim);
   }
+}
+
+// dsink of a head, summed over rows in order.
+template <typename T>
+float SinkGradTask(const AttentionProblem& p, const AttentionGradients& g, int64_t head) {
+  const int columns = int(p.value_dim);
+  double sum = 0.0;
+  for (int64_t i = 0; i < p.batch * p.seq_q; ++i) {
+    const int64_t at = (i / p.seq_q * p.heads + head) * p.seq_q + i % p.seq_q;
+    if (g.lse[at] == -__builtin_inff()) continue;
+    const T* dy = static_cast<const T*>(g.doutput) + (i * p.heads + head) * columns;
+    const T* y = static_cast<const T*>(g.output) + (i * p.heads + head) * columns;
+    Floats products{};
+    for (int c = 0; c < columns; c += kLanes) {
+      const bool whole = c + kLanes <= columns;
+      const Floats a = whole ? Load(dy + c) : LoadPartial(dy + c, columns - c);
+      const Floats b = whole ? Load(y + c) : LoadPartial(y + c, columns - c);
+      products += b == 0.0f ? Floats{} : a * b;  // NaN where nothing is seen has no say
+    }
+    const float delta = ReduceSum(products) - (g.dlse ? g.dlse[at] : 0.0f);
+    sum -= double(__builtin_expf(p.sink[head] - g.lse[at])) * delta;
+  }
+  return float(sum);
 }
 
 // Writes a tile of dbias, sums [keys, blocks.queries], which begins at (query, key).
@@ -692,23 +857,13 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
   const int head_dim = int(p.head_dim), value_dim = int(p.value_dim);
   alignas(64) float memory[kScratch];
   Scratch scratch{memory};
-  const auto operand = [&](int64_t heads, int columns, float factor, int rows) {
-    return Operand<T>{nullptr,        heads * columns, 0,
-                      columns,        factor,          scratch.Take(rows * Padded(columns)),
-                      Padded(columns)};
-  };
-  Operand<T> k = operand(p.kv_heads, head_dim, 1.0f, blocks.keys);
-  Operand<T> v = operand(p.kv_heads, value_dim, 1.0f, blocks.keys);
-  QueryBlock<T> block{operand(p.heads, head_dim, p.scale, blocks.queries),
-                      operand(p.heads, value_dim, 1.0f, blocks.queries),
-                      scratch.Take(blocks.queries * head_dim),
-                      scratch.Take(blocks.queries * value_dim),
-                      scratch.Take(blocks.queries),
-                      scratch.Take(blocks.queries)};
+  Operand<T> k = KeyOperand<T>(p, blocks.keys, head_dim, &scratch);
+  Operand<T> v = KeyOperand<T>(p, blocks.keys, value_dim, &scratch);
   const int size = blocks.keys * blocks.queries;
   float* weights = scratch.Take(size);
   float* dscores = scratch.Take(size);
   float* sums = scratch.Take(size);
+  float* queries = scratch.Take(g.query_block_size);
   float* lost = scratch.Take(size);  // what rounding took from the sums, as Kahan has it
   for (int i = 0; i < size; i += kLanes) {
     Store(sums + i, Floats{});
@@ -727,7 +882,7 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
     const int keys = int(AtMost(row.keys - key, blocks.keys));
     if (rows <= 0 || keys <= 0) continue;
     const ScoreTile tile{index[0], index[1], query, key, rows, keys, Padded(rows)};
-    uint32_t seen[2][kMaxQueries];
+    KeyBits seen;
     const Visible visible = FindVisible(p, row, tile, seen);
     if (visible == kNone) continue;
     const int64_t at =
@@ -737,8 +892,9 @@ void BiasGradTask(const AttentionProblem& p, const AttentionGradients& g, const 
     k.rows = v.rows = keys;
     Pack(&k);
     Pack(&v);
+    QueryBlock<T> block = LocateQueries<T>(p, g, tile, blocks.queries, queries);
     PackQueries(p, g, tile, &block);
-    ScoreGradients(p, tile, block, k, v, visible, seen, weights, dscores, nullptr);
+    ScoreGradients(p, g, tile, block, k, v, visible, seen, weights, dscores, nullptr);
     for (int j = 0; j < keys; ++j) {
       for (int i = 0; i < rows; i += kLanes) {
         const float* from = dscores + j * tile.lanes + i;

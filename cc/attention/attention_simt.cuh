@@ -178,8 +178,38 @@ struct SimtTensors {
   SimtRows query, key, value, doutput;
 };
 
+// Of a thread's scores in the tile from query i0 and key j0 on, which the dropout keeps. Four
+// threads have the keys of one draw side by side; each draws for every fourth score of all four.
+template <int kR, bool kDropout>
+class SimtKept {
+ public:
+  __device__ SimtKept(const PairDropout<kDropout>& dropout, int i0, int j0) {
+    if constexpr (!kDropout) return;
+    const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    uint32_t own = 0;
+#pragma unroll
+    for (int n = 0; n < (kScores + 3) / 4; ++n) {
+      const int k = min(n * 4 + tx % 4, kScores - 1);
+      own |= dropout.KeptOfFour(i0 + ty * kR + k / kR, j0 + tx / 4 * 4 + k % kR * 16) << (n * 4);
+    }
+#pragma unroll
+    for (int n = 0; n < kDraws; ++n) {
+      bits_[n] = __shfl_sync(0xffffffff, own, (threadIdx.x % 32 & ~3) | n) >> (tx % 4);
+    }
+  }
+  __device__ bool operator()(int r, int c) const {
+    if constexpr (!kDropout) return true;
+    const int k = r * kR + c;
+    return bits_[k % 4] >> (k / 4 * 4) & 1;
+  }
+
+ private:
+  static constexpr int kScores = kR * kR, kDraws = kScores < 4 ? kScores : 4;
+  uint32_t bits_[kDraws];
+};
+
 // A block per tile of queries; keys and values take turns in one buffer.
-template <int kDim>
+template <int kDim, bool kDropout>
 __global__ void __launch_bounds__(kSimtThreads)
     Float32AttentionKernel(const __grid_constant__ AttentionProblem p,
                            const __grid_constant__ SimtTensors tensors, float* output, float* lse) {
@@ -195,13 +225,17 @@ __global__ void __launch_bounds__(kSimtThreads)
   const int64_t kv_h = h / (p.heads / p.kv_heads);
   const int i0 = int(tiles - 1 - blockIdx.x / (p.batch * p.heads)) * kTile;
   const AttentionPairs<float> pairs(p, b, h);
+  const PairDropout<kDropout> dropout(p, b, h);
 
   float o[kR][kDim / 64][4] = {}, max[kR], sum[kR];
 #pragma unroll
-  for (int r = 0; r < kR; ++r) max[r] = -INFINITY, sum[r] = 0.0f;
+  for (int r = 0; r < kR; ++r) {
+    max[r] = p.sink ? p.sink[h] : -INFINITY;
+    sum[r] = p.sink && tx == 0 ? 1.0f : 0.0f;
+  }
   const int key_end = pairs.KeyEnd(i0, kTile);
   if (key_end > 0) tensors.query.Load<kTile, kDim>(queries, b, h, i0, pairs.q_len);
-  for (int j0 = 0; j0 < key_end; j0 += kTile) {
+  for (int j0 = pairs.KeyBegin(i0) / kTile * kTile; j0 < key_end; j0 += kTile) {
     __syncthreads();
     tensors.key.Load<kTile, kDim>(streamed, b, kv_h, j0, pairs.k_len);
     __syncthreads();
@@ -211,6 +245,7 @@ __global__ void __launch_bounds__(kSimtThreads)
     tensors.value.Load<kTile, kDim>(streamed, b, kv_h, j0, pairs.k_len);
 
     const bool hides = pairs.HidesSome(i0, kTile, j0, kTile);
+    const SimtKept<kR, kDropout> kept(dropout, i0, j0);
 #pragma unroll
     for (int r = 0; r < kR; ++r) {
       float row_max = -INFINITY;
@@ -244,11 +279,11 @@ __global__ void __launch_bounds__(kSimtThreads)
       for (int c = 0; c < kR; ++c) {
         const float weight = expf(s[r][c] - base);
         sum[r] += weight;
-        weights[(ty * kR + r) * kTile + tx + c * 16] = weight;
+        weights[(ty * kR + r) * kTile + tx + c * 16] = kept(r, c) ? weight : 0.0f;
       }
     }
     __syncthreads();
-    const bool poisoned = pairs.HidesValid(i0, j0, kTile) &&
+    const bool poisoned = pairs.HidesValid(i0, kTile, j0, kTile) &&
                           __syncthreads_or(SimtHasNonFinite<kTile, kDim>(streamed));
     SimtAccumulate<kDim, kTile, false>(o, weights, streamed, poisoned, [&](int row, int k) {
       return pairs.Visible(i0 + row, j0 + k);
@@ -264,21 +299,25 @@ __global__ void __launch_bounds__(kSimtThreads)
     if (tx == 0 && i < p.seq_q) {
       lse[(b * p.heads + h) * p.seq_q + i] = empty ? -INFINITY : max[r] + logf(sum[r]);
     }
-    sum[r] = empty ? 0.0f : 1.0f / sum[r];
+    // Padded queries may have met NaN in products of zeros.
+    sum[r] = empty || i >= pairs.q_len ? 0.0f : p.keep_scale / sum[r];
   }
   SimtStore<kDim>(o, sum, output + ((b * p.seq_q + i0) * p.heads + h) * p.value_dim,
                   p.heads * p.value_dim, int(p.value_dim), int(p.seq_q) - i0);
 }
 
-// Of a tile whose operands are in shared memory: weights p and gradients ds.
-template <int kDim, int kR>
+// Of a tile whose operands are in shared memory: weights p, 0 where they are dropped, and
+// gradients ds.
+template <int kDim, int kR, bool kDropout>
 __device__ void SimtPairGrads(float (&s)[kR][kR], float (&ds)[kR][kR],
-                              const AttentionPairs<float>& pairs, const AttentionRow* rows,
+                              const AttentionPairs<float>& pairs,
+                              const PairDropout<kDropout>& dropout, const AttentionRow* rows,
                               const float* queries, const float* keys, const float* upstream,
                               const float* values, int i0, int j0, bool before_cap) {
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   SimtProducts<kDim>(s, queries, keys);
   SimtProducts<kDim>(ds, upstream, values);
+  const SimtKept<kR, kDropout> kept(dropout, i0, j0);
 #pragma unroll
   for (int r = 0; r < kR; ++r) {
     const int i = i0 + ty * kR + r;
@@ -292,8 +331,10 @@ __device__ void SimtPairGrads(float (&s)[kR][kR], float (&ds)[kR][kR],
       }
       float slope;
       s[r][c] = expf(pairs.Score(s[r][c], i, j, &slope) - row.lse);
-      ds[r][c] = SeesOneKey(row.delta) ? 0.0f : s[r][c] * (ds[r][c] - row.delta);
+      const float dp = !kept(r, c) ? 0.0f : kDropout ? ds[r][c] * pairs.p.keep_scale : ds[r][c];
+      ds[r][c] = SeesOneKey(row.delta) ? 0.0f : s[r][c] * (dp - row.delta);
       if (before_cap) ds[r][c] *= slope;
+      if (!kept(r, c)) s[r][c] = 0.0f;
     }
   }
 }
@@ -309,7 +350,7 @@ __device__ void SimtStoreWeights(float* to, const float (&w)[kR][kR]) {
 }
 
 // dkey and dvalue of one tile of keys, from the queries of all heads that share them.
-template <int kDim>
+template <int kDim, bool kDropout>
 __global__ void __launch_bounds__(kSimtThreads)
     Float32KeyGradKernel(const __grid_constant__ AttentionProblem p,
                          const __grid_constant__ SimtTensors tensors, const AttentionRow* rows,
@@ -330,24 +371,26 @@ __global__ void __launch_bounds__(kSimtThreads)
   const AttentionPairs<float> any_head(p, b, 0);
   const int k_len = any_head.k_len;
   const int first = any_head.QueryBegin(j0) / kTile * kTile;
+  const int query_end = any_head.QueryEnd(j0, kTile);
   if (j0 < k_len) {
     tensors.key.Load<kTile, kDim>(keys, b, kv_h, j0, k_len);
     tensors.value.Load<kTile, kDim>(values, b, kv_h, j0, k_len);
   }
   for (int64_t h = kv_h * group; h < (kv_h + 1) * group && j0 < k_len; ++h) {
     const AttentionPairs<float> pairs(p, b, h);
-    for (int i0 = first; i0 < pairs.q_len; i0 += kTile) {
+    const PairDropout<kDropout> dropout(p, b, h);
+    for (int i0 = first; i0 < query_end; i0 += kTile) {
       __syncthreads();
       tensors.query.Load<kTile, kDim>(queries, b, h, i0, pairs.q_len);
       tensors.doutput.Load<kTile, kDim>(upstream, b, h, i0, pairs.q_len);
       __syncthreads();
       float s[kR][kR], ds[kR][kR];
-      SimtPairGrads<kDim>(s, ds, pairs, rows + (b * p.heads + h) * p.seq_q, queries, keys, upstream,
-                          values, i0, j0, true);
+      SimtPairGrads<kDim>(s, ds, pairs, dropout, rows + (b * p.heads + h) * p.seq_q, queries, keys,
+                          upstream, values, i0, j0, true);
       SimtStoreWeights<kTile>(weights, s);
       SimtStoreWeights<kTile>(dweights, ds);
       __syncthreads();
-      const bool poisoned = pairs.HidesValid(i0, j0, kTile) &&
+      const bool poisoned = pairs.HidesValid(i0, kTile, j0, kTile) &&
                             __syncthreads_or(SimtHasNonFinite<kTile, kDim>(queries) |
                                              SimtHasNonFinite<kTile, kDim>(upstream));
       const auto visible = [&](int row, int k) { return pairs.Visible(i0 + k, j0 + row); };
@@ -361,7 +404,7 @@ __global__ void __launch_bounds__(kSimtThreads)
     // Padding may have met NaN in products of zeros.
     const bool valid = j0 + int(threadIdx.x / 16) * kR + r < k_len;
     dk_scale[r] = valid ? p.scale : 0.0f;
-    dv_scale[r] = valid ? 1.0f : 0.0f;
+    dv_scale[r] = valid ? p.keep_scale : 0.0f;
   }
   const int64_t row = (b * p.seq_k + j0) * p.kv_heads + kv_h;
   SimtStore<kDim>(dk, dk_scale, dkey + row * p.head_dim, p.kv_heads * p.head_dim, int(p.head_dim),
@@ -371,7 +414,7 @@ __global__ void __launch_bounds__(kSimtThreads)
 }
 
 // dquery of one tile of queries.
-template <int kDim>
+template <int kDim, bool kDropout>
 __global__ void __launch_bounds__(kSimtThreads)
     Float32QueryGradKernel(const __grid_constant__ AttentionProblem p,
                            const __grid_constant__ SimtTensors tensors, const AttentionRow* rows,
@@ -389,24 +432,25 @@ __global__ void __launch_bounds__(kSimtThreads)
   const int64_t kv_h = h / (p.heads / p.kv_heads);
   const int i0 = int(tiles - 1 - blockIdx.x / (p.batch * p.heads)) * kTile;
   const AttentionPairs<float> pairs(p, b, h);
+  const PairDropout<kDropout> dropout(p, b, h);
   float dq[kR][kDim / 64][4] = {};
   const int key_end = pairs.KeyEnd(i0, kTile);
   if (key_end > 0) {
     tensors.query.Load<kTile, kDim>(queries, b, h, i0, pairs.q_len);
     tensors.doutput.Load<kTile, kDim>(upstream, b, h, i0, pairs.q_len);
   }
-  for (int j0 = 0; j0 < key_end; j0 += kTile) {
+  for (int j0 = pairs.KeyBegin(i0) / kTile * kTile; j0 < key_end; j0 += kTile) {
     __syncthreads();
     tensors.key.Load<kTile, kDim>(keys, b, kv_h, j0, pairs.k_len);
     tensors.value.Load<kTile, kDim>(values, b, kv_h, j0, pairs.k_len);
     __syncthreads();
     float s[kR][kR], ds[kR][kR];
-    SimtPairGrads<kDim>(s, ds, pairs, rows + (b * p.heads + h) * p.seq_q, queries, keys, upstream,
-                        values, i0, j0, true);
+    SimtPairGrads<kDim>(s, ds, pairs, dropout, rows + (b * p.heads + h) * p.seq_q, queries, keys,
+                        upstream, values, i0, j0, true);
     SimtStoreWeights<kTile>(dweights, ds);
     __syncthreads();
-    const bool poisoned =
-        pairs.HidesValid(i0, j0, kTile) && __syncthreads_or(SimtHasNonFinite<kTile, kDim>(keys));
+    const bool poisoned = pairs.HidesValid(i0, kTile, j0, kTile) &&
+                          __syncthreads_or(SimtHasNonFinite<kTile, kDim>(keys));
     SimtAccumulate<kDim, kTile, false>(dq, dweights, keys, poisoned, [&](int row, int k) {
       return pairs.Visible(i0 + row, j0 + k);
     });
@@ -421,7 +465,7 @@ __global__ void __launch_bounds__(kSimtThreads)
 }
 
 // The gradient of one tile of the bias: the block goes through its share of what repeats it.
-template <int kDim>
+template <int kDim, bool kDropout>
 __global__ void __launch_bounds__(kSimtThreads)
     Float32BiasGradKernel(const __grid_constant__ AttentionProblem p,
                           const __grid_constant__ SimtTensors tensors,
@@ -441,7 +485,8 @@ __global__ void __launch_bounds__(kSimtThreads)
     int i0, j0;
     tile.At(step, kTile, kTile, &b, &h, &i0, &j0);
     const AttentionPairs<float> pairs(p, b, h);
-    if (j0 >= pairs.KeyEnd(i0, kTile)) continue;
+    if (j0 >= pairs.KeyEnd(i0, kTile) || j0 + kTile <= pairs.KeyBegin(i0)) continue;
+    const PairDropout<kDropout> dropout(p, b, h);
     const int64_t kv_h = h / (p.heads / p.kv_heads);
     __syncthreads();
     tensors.query.Load<kTile, kDim>(queries, b, h, i0, pairs.q_len);
@@ -450,8 +495,8 @@ __global__ void __launch_bounds__(kSimtThreads)
     tensors.value.Load<kTile, kDim>(values, b, kv_h, j0, pairs.k_len);
     __syncthreads();
     float s[kR][kR], ds[kR][kR];
-    SimtPairGrads<kDim>(s, ds, pairs, g.rows + (b * p.heads + h) * p.seq_q, queries, keys, upstream,
-                        values, i0, j0, false);
+    SimtPairGrads<kDim>(s, ds, pairs, dropout, g.rows + (b * p.heads + h) * p.seq_q, queries, keys,
+                        upstream, values, i0, j0, false);
 #pragma unroll
     for (int r = 0; r < kR; ++r) {
 #pragma unroll
@@ -485,7 +530,9 @@ template <int kDim>
 Status Float32Attention<kDim>::Forward(Gpu gpu, const AttentionProblem& p, void* output,
                                        float* lse) {
   constexpr int kTile = SimtTile<kDim>::kForward;
-  return Launch(gpu, Float32AttentionKernel<kDim>,
+  return Launch(gpu,
+                p.dropout_threshold ? Float32AttentionKernel<kDim, true>
+                                    : Float32AttentionKernel<kDim, false>,
                 (p.seq_q + kTile - 1) / kTile * p.batch * p.heads, kSimtThreads,
                 SimtTile<kDim>::kForwardBytes, p, DescribeSimt(p, nullptr),
                 static_cast<float*>(output), lse);
@@ -497,12 +544,16 @@ Status Float32Attention<kDim>::Grad(Gpu gpu, const AttentionProblem& p,
   constexpr int kTile = SimtTile<kDim>::kGrad, kBytes = SimtTile<kDim>::kGradBytes;
   const SimtTensors tensors = DescribeSimt(p, g.doutput);
   if (Status s = LaunchRows<float>(gpu, p, g); !s.ok()) return s;
-  const Status s =
-      Launch(gpu, Float32KeyGradKernel<kDim>, (p.seq_k + kTile - 1) / kTile * p.batch * p.kv_heads,
-             kSimtThreads, kBytes, p, tensors, g.rows, static_cast<float*>(g.dkey),
-             static_cast<float*>(g.dvalue));
+  if (Status s = LaunchSinkGrad(gpu, p, g); !s.ok()) return s;
+  const Status s = Launch(
+      gpu,
+      p.dropout_threshold ? Float32KeyGradKernel<kDim, true> : Float32KeyGradKernel<kDim, false>,
+      (p.seq_k + kTile - 1) / kTile * p.batch * p.kv_heads, kSimtThreads, kBytes, p, tensors,
+      g.rows, static_cast<float*>(g.dkey), static_cast<float*>(g.dvalue));
   if (!s.ok()) return s;
-  return Launch(gpu, Float32QueryGradKernel<kDim>,
+  return Launch(gpu,
+                p.dropout_threshold ? Float32QueryGradKernel<kDim, true>
+                                    : Float32QueryGradKernel<kDim, false>,
                 (p.seq_q + kTile - 1) / kTile * p.batch * p.heads, kSimtThreads, kBytes, p, tensors,
                 g.rows, static_cast<float*>(g.dquery));
 }
@@ -512,8 +563,10 @@ Status Float32Attention<kDim>::BiasGrad(Gpu gpu, const AttentionProblem& p,
                                         const AttentionGradients& g) {
   constexpr int kTile = SimtTile<kDim>::kGrad, kBytes = SimtTile<kDim>::kGradBytes;
   if (Status s = LaunchRows<float>(gpu, p, g); !s.ok()) return s;
-  const Status s = Launch(gpu, Float32BiasGradKernel<kDim>, BiasGradBlocks(p, g, kTile, kTile),
-                          kSimtThreads, kBytes, p, DescribeSimt(p, g.doutput), g);
+  const Status s = Launch(
+      gpu,
+      p.dropout_threshold ? Float32BiasGradKernel<kDim, true> : Float32BiasGradKernel<kDim, false>,
+      BiasGradBlocks(p, g, kTile, kTile), kSimtThreads, kBytes, p, DescribeSimt(p, g.doutput), g);
   return s.ok() ? LaunchBiasGradSum<float>(gpu, g) : s;
 }
 

@@ -9,10 +9,11 @@
 namespace tf_ops {
 
 // A block's queries, the keys of one step, and warps. 32 queries a warp use each loaded key
-// twice; at 256 elements they would not fit into registers.
-template <int kDim>
+// twice; at 256 elements they would not fit into registers, nor 128 keys beside a dropout.
+template <int kDim, bool kDropout>
 struct ForwardTile {
-  static constexpr int kRows = kDim == 256 ? 64 : 128, kKeys = kDim == 64 ? 128 : 64;
+  static constexpr int kRows = kDim == 256 ? 64 : 128;
+  static constexpr int kKeys = kDim == 64 && !kDropout ? 128 : 64;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, kM = kRows / kWarps / 16;
 };
 
@@ -39,14 +40,57 @@ struct BlockIndex {
   }
 };
 
+// Which of kM x kN fragments of scores the dropout keeps; the first has its corner at (row,
+// column), which are query and key, or key and query if kTransposed. A draw of Philox is for four
+// keys, which two lanes have side by side for two rows of queries, or four lanes one above the
+// other for two keys and two queries. They share the draws, so that there are no more of them
+// than a fourth of the scores.
+template <int kM, int kN, bool kTransposed, bool kDropout>
+class KeptPairs {
+ public:
+  __device__ KeptPairs(const PairDropout<kDropout>& dropout, int row, int column) {
+    if constexpr (!kDropout) return;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n0 = 0; n0 < kN; n0 += 8) {
+        uint32_t own = 0;  // four bits of each fragment
+#pragma unroll
+        for (int n = n0; n < kN && n < n0 + 8; ++n) {
+          const int i = row + m * 16, j = column + n * 8;
+          own |= (kTransposed ? dropout.KeptOfFour(j + t * 2 + g % 2, i + g / 2 % 2 * 8 + (g & 4))
+                              : dropout.KeptOfFour(i + t % 2 * 8 + g, j + (t & 2) * 2))
+                 << (n - n0) * 4;
+        }
+#pragma unroll
+        for (int k = 0; k < kDraws; ++k) {
+          bits_[m][n0 / 8][k] = kTransposed
+                                    ? __shfl_sync(0xffffffff, own, (lane & ~12) | k << 2) >> g % 4
+                                    : __shfl_sync(0xffffffff, own, (lane & ~1) | k) >> t % 2 * 2;
+        }
+      }
+    }
+  }
+  __device__ bool operator()(int m, int n, int e) const {
+    if constexpr (!kDropout) return true;
+    const uint32_t bits = bits_[m][n / 8][kTransposed ? e : e / 2];
+    return bits >> (n % 8 * 4 + (kTransposed ? 0 : e % 2)) & 1;
+  }
+
+ private:
+  static constexpr int kDraws = kTransposed ? 4 : 2;
+  uint32_t bits_[kM][(kN + 7) / 8][kDraws];
+};
+
 // One block per tile of queries, which stay in shared memory; keys and values are streamed, one
 // tile of each, the next keys arriving while values are used and the other way about. A warp
 // owns its queries' scores, softmax and outputs, all in registers.
-template <typename T, int kDim, bool kPlain>
-__global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
+template <typename T, int kDim, bool kPlain, bool kDropout>
+__global__ void __launch_bounds__(ForwardTile<kDim, kDropout>::kThreads)
     AttentionKernel(const __grid_constant__ AttentionProblem p, bool key_aligned,
                     bool value_aligned, T* output, float* lse) {
-  using Tile = ForwardTile<kDim>;
+  using Tile = ForwardTile<kDim, kDropout>;
   constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kM = Tile::kM;
   constexpr int kThreads = Tile::kThreads;
   extern __shared__ __align__(1024) char shared[];
@@ -66,26 +110,31 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
   const T* const value =
       RowOf(static_cast<const T*>(p.value), b, p.seq_k, 0, p.kv_heads, kv_h, p.value_dim);
   const AttentionPairs<T, kPlain> pairs(p, b, h);
+  const PairDropout<kDropout> dropout(p, b, h);
   // Scores in base 2 are `factor` times a product, or of Score().
   const float factor = kPlain ? p.scale * kLog2e : 1.0f;
 
   float o[kM][kDim / 8][4] = {};
-  float max[kM][2], sum[kM][2] = {};  // of a lane's rows; the sum of its own columns
+  float max[kM][2], sum[kM][2];  // of a lane's rows; the sum of its own columns
+  const float sink = p.sink ? p.sink[h] * kLog2e : -INFINITY;
 #pragma unroll
-  for (int m = 0; m < kM; ++m) max[m][0] = max[m][1] = -INFINITY;
+  for (int m = 0; m < kM; ++m) {
+    max[m][0] = max[m][1] = sink;
+    sum[m][0] = sum[m][1] = p.sink && lane % 4 == 0 ? 1.0f : 0.0f;
+  }
 
-  const int key_end = pairs.KeyEnd(q0, kRows);
+  const int key_begin = pairs.KeyBegin(q0) / kKeys * kKeys, key_end = pairs.KeyEnd(q0, kRows);
   const auto load_keys = [&](int k0) {
     LoadTile<kKeys, kDim, kThreads>(keys, key + k0 * key_stride, key_stride, head_dim,
                                     pairs.k_len - k0, key_aligned);
   };
-  if (key_end > 0) {
+  if (key_begin < key_end) {
     LoadTile<kRows, kDim, kThreads>(
         queries, RowOf(static_cast<const T*>(p.query), b, p.seq_q, q0, p.heads, h, p.head_dim),
         p.heads * p.head_dim, head_dim, pairs.q_len - q0, key_aligned);
-    load_keys(0);
+    load_keys(key_begin);
   }
-  for (int k0 = 0; k0 < key_end; k0 += kKeys) {
+  for (int k0 = key_begin; k0 < key_end; k0 += kKeys) {
     WaitForCopies();
     __syncthreads();  // The keys are there, the values no longer used.
     LoadTile<kKeys, kDim, kThreads>(values, value + k0 * value_stride, value_stride, value_dim,
@@ -143,12 +192,18 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
         }
       }
     }
+    if constexpr (kDropout) {
+      const KeptPairs<kM, kKeys / 8, false, kDropout> kept(dropout, q0 + warp_row, k0);
+      ForEachElement<kM, kKeys / 8>([&](int m, int n, int e) {
+        if (!kept(m, n, e)) s[m][n][e] = 0.0f;
+      });
+    }
     uint32_t weights[kM][kKeys / 16][4];
     PackFragments<T>(weights, s);
 
     // 0 * NaN must not bring a value to a row that does not see it.
     bool poisoned = false;
-    if (pairs.HidesValid(q0, k0, kKeys)) {
+    if (pairs.HidesValid(q0, kRows, k0, kKeys)) {
       poisoned = __syncthreads_or(ClearNonFinite<kKeys, kDim, kThreads>(values));
     }
     if (poisoned) {
@@ -170,26 +225,36 @@ __global__ void __launch_bounds__(ForwardTile<kDim>::kThreads)
       const int row = m * 16 + r * 8 + lane / 4;
       const bool empty = sum[m][r] == 0.0f;
       if (lane % 4 == 0 && i0 + row < p.seq_q) {
-        lse[(b * p.heads + h) * p.seq_q + i0 + row] =
-            empty ? -INFINITY : (max[m][r] + log2f(sum[m][r])) * kLn2;
+        const bool is_sink = p.sink && sum[m][r] == 1.0f && max[m][r] == sink;
+        lse[(b * p.heads + h) * p.seq_q + i0 + row] = empty ? -INFINITY
+                                                      : is_sink
+                                                          ? p.sink[h]
+                                                          : (max[m][r] + log2f(sum[m][r])) * kLn2;
       }
-      sum[m][r] = empty ? 0.0f : 1.0f / sum[m][r];
+      // Padded queries may have met NaN in products of zeros.
+      sum[m][r] = empty || i0 + row >= pairs.q_len ? 0.0f : p.keep_scale / sum[m][r];
     }
   }
   StoreRows<T>(o, sum, RowOf(output, b, p.seq_q, i0, p.heads, h, p.value_dim),
                p.heads * p.value_dim, value_dim, int(p.seq_q) - i0);
 }
 
+template <typename T, int kDim, bool kPlain, bool kDropout>
+Status LaunchForward(Gpu gpu, const AttentionProblem& p, void* output, float* lse) {
+  using Tile = ForwardTile<kDim, kDropout>;
+  const int64_t tiles = (p.seq_q + Tile::kRows - 1) / Tile::kRows;
+  return Launch(gpu, AttentionKernel<T, kDim, kPlain, kDropout>, tiles * p.batch * p.heads,
+                Tile::kThreads, (Tile::kRows + 2 * Tile::kKeys) * kDim * int(sizeof(T)), p,
+                RowsAligned<T>(p.query, p.head_dim) && RowsAligned<T>(p.key, p.head_dim),
+                RowsAligned<T>(p.value, p.value_dim), static_cast<T*>(output), lse);
+}
+
 template <typename T, int kDim>
 Status TensorCoreAttention<T, kDim>::Forward(Gpu gpu, const AttentionProblem& p, void* output,
                                              float* lse) {
-  using Tile = ForwardTile<kDim>;
-  const int64_t tiles = (p.seq_q + Tile::kRows - 1) / Tile::kRows;
-  const auto kernel = IsPlain(p) ? AttentionKernel<T, kDim, true> : AttentionKernel<T, kDim, false>;
-  return Launch(gpu, kernel, tiles * p.batch * p.heads, Tile::kThreads,
-                (Tile::kRows + 2 * Tile::kKeys) * kDim * int(sizeof(T)), p,
-                RowsAligned<T>(p.query, p.head_dim) && RowsAligned<T>(p.key, p.head_dim),
-                RowsAligned<T>(p.value, p.value_dim), static_cast<T*>(output), lse);
+  if (p.dropout_threshold) return LaunchForward<T, kDim, false, true>(gpu, p, output, lse);
+  return IsPlain(p) ? LaunchForward<T, kDim, true, false>(gpu, p, output, lse)
+                    : LaunchForward<T, kDim, false, false>(gpu, p, output, lse);
 }
 
 }  // namespace tf_ops

@@ -38,7 +38,7 @@ struct BiasGradShape {
 
 // From a product s and dp = do . v of query i and key j: p in place of s, and in place of dp the
 // gradient of the product over scale, or of the score.
-template <typename T, bool kPlain>
+template <typename T, bool kPlain, bool kDropout>
 struct PairGrad {
   const AttentionPairs<T, kPlain>& pairs;
   const float factor;  // scores in base 2 are so many times a product, or of Score()
@@ -50,7 +50,8 @@ struct PairGrad {
     s = Exp2(fmaf(s, factor, -row.lse));
     dp = s * (dp - row.delta);
   }
-  __device__ void operator()(float& s, float& dp, const AttentionRow& row, int i, int j,
+  // With a dropout s, of what is dropped, is 0, and of the others without keep_scale.
+  __device__ void operator()(float& s, float& dp, const AttentionRow& row, int i, int j, bool kept,
                              bool of_score) const {
     float slope = 1.0f;
     if (!pairs.Visible(i, j)) {
@@ -58,9 +59,11 @@ struct PairGrad {
       return;
     }
     if constexpr (!kPlain) s = pairs.Score(s, i, j, &slope);
+    if constexpr (kDropout) dp = kept ? dp * pairs.p.keep_scale : 0.0f;
     FromScore(s, dp, row);
     if (SeesOneKey(row.delta)) dp = 0.0f;
     if (!of_score) dp *= slope;
+    if (!kept) s = 0.0f;
   }
 };
 
@@ -68,7 +71,7 @@ struct PairGrad {
 // queries, for then the weights and their gradients are the left operands of the next products
 // as they are, in registers. Keys and values stay in shared memory, queries and upstream
 // gradients of all heads that share the keys are streamed.
-template <typename T, int kDim, bool kPlain, bool kDKey, bool kDValue>
+template <typename T, int kDim, bool kPlain, bool kDropout, bool kDKey, bool kDValue>
 __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
     KeyGradKernel(const __grid_constant__ AttentionProblem p, const T* doutput,
                   const AttentionRow* rows, int stages, bool key_aligned, bool value_aligned,
@@ -94,10 +97,12 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
   float dv[kDValue ? kM : 1][kDim / 8][4] = {};
 
   AttentionPairs<T, kPlain> pairs(p, b, 0);
-  const PairGrad<T, kPlain> pair_grad(pairs);
+  const PairGrad<T, kPlain, kDropout> pair_grad(pairs);
+  PairDropout<kDropout> dropout(p, b, 0);
   const int k_len = pairs.k_len, q_len = pairs.q_len;
   const int first = pairs.QueryBegin(j0) / kQueries * kQueries;
-  const int per_head = j0 < k_len ? max(0, (q_len - first + kQueries - 1) / kQueries) : 0;
+  const int query_end = pairs.QueryEnd(j0, kKeys);
+  const int per_head = j0 < k_len ? max(0, (query_end - first + kQueries - 1) / kQueries) : 0;
   const int count = per_head * group;
 
   const auto load = [&](int n) {
@@ -137,6 +142,7 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
     const int64_t h = kv_h * group + n / per_head;
     const int i0 = first + n % per_head * kQueries;
     pairs.SetHead(b, h);
+    dropout.SetHead(p, b, h);
     const bool hides = pairs.HidesSome(i0, kQueries, j0, kKeys);
     T* const tile_q = streamed + n % stages * 2 * kQueries * kDim;
     T* const tile_do = tile_q + kQueries * kDim;
@@ -156,15 +162,16 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
         });
       } else {
         const int i = i0 + step + lane % 4 * 2, j = j0 + warp_row + lane / 4;
+        const KeptPairs<kM, kN, true, kDropout> kept(dropout, j0 + warp_row, i0 + step);
         ForEachElement<kM, kN>([&](int m, int c, int e) {
           pair_grad(s[m][c][e], ds[m][c][e], row_of(c, e), Opaque(i) + c * 8 + e % 2,
-                    j + m * 16 + e / 2 * 8, false);
+                    j + m * 16 + e / 2 * 8, kept(m, c, e), false);
         });
       }
 
       // 0 * NaN must not bring a query to a key that it does not see.
       bool poisoned = false;
-      if (pairs.HidesValid(i0, j0, kKeys)) {
+      if (pairs.HidesValid(i0, kQueries, j0, kKeys)) {
         __syncthreads();  // The tile was read for the scores.
         bool found = false;
         if constexpr (kDKey) found |= ClearNonFinite<kStep, kDim, kThreads>(tile_q + step * kDim);
@@ -212,7 +219,7 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
       // Padding may have met NaN in products of zeros.
       const bool valid = row0 + m * 16 + r * 8 + lane / 4 < k_len;
       dk_scale[m][r] = valid ? p.scale : 0.0f;
-      dv_scale[m][r] = valid ? 1.0f : 0.0f;
+      dv_scale[m][r] = valid ? p.keep_scale : 0.0f;
     }
   }
   if constexpr (kDKey) {
@@ -227,7 +234,7 @@ __global__ void __launch_bounds__(KeyGradTile<kDim>::kThreads)
 
 // dquery of one tile of queries. Queries and upstream gradients stay in shared memory, keys and
 // values are streamed.
-template <typename T, int kDim, bool kPlain>
+template <typename T, int kDim, bool kPlain, bool kDropout>
 __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
     QueryGradKernel(const __grid_constant__ AttentionProblem p, const T* doutput,
                     const AttentionRow* rows, int stages, bool key_aligned, bool value_aligned,
@@ -252,7 +259,8 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
   const T* const value =
       RowOf(static_cast<const T*>(p.value), b, p.seq_k, 0, p.kv_heads, kv_h, p.value_dim);
   const AttentionPairs<T, kPlain> pairs(p, b, h);
-  const PairGrad<T, kPlain> pair_grad(pairs);
+  const PairGrad<T, kPlain, kDropout> pair_grad(pairs);
+  const PairDropout<kDropout> dropout(p, b, h);
 
   float dq[kM][kDim / 8][4] = {};
   AttentionRow lane_rows[kM][2];
@@ -266,10 +274,11 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
     }
   }
 
-  const int key_end = pairs.KeyEnd(i0, kRows), count = (key_end + kKeys - 1) / kKeys;
+  const int key_begin = pairs.KeyBegin(i0) / kKeys * kKeys;
+  const int count = (pairs.KeyEnd(i0, kRows) - key_begin + kKeys - 1) / kKeys;
   const auto load = [&](int n) {
     T* const to = streamed + n % stages * 2 * kKeys * kDim;
-    const int j0 = n * kKeys;
+    const int j0 = key_begin + n * kKeys;
     LoadTile<kKeys, kDim, kThreads>(to, key + j0 * key_stride, key_stride, head_dim,
                                     pairs.k_len - j0, key_aligned);
     LoadTile<kKeys, kDim, kThreads>(to + kKeys * kDim, value + j0 * value_stride, value_stride,
@@ -288,7 +297,7 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
     WaitForCopies();
     __syncthreads();  // Tile n is there, the one before it no longer used.
     if (stages == 2 && n + 1 < count) load(n + 1);
-    const int j0 = n * kKeys;
+    const int j0 = key_begin + n * kKeys;
     T* const tile_k = streamed + n % stages * 2 * kKeys * kDim;
     float s[kM][kKeys / 8][4] = {}, ds[kM][kKeys / 8][4] = {};
     MultiplyRows<T, kDim>(s, queries, warp_row, tile_k, 0);
@@ -299,9 +308,10 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
       });
     } else {
       const int i = i0 + warp_row + lane / 4, j = j0 + lane % 4 * 2;
+      const KeptPairs<kM, kKeys / 8, false, kDropout> kept(dropout, i0 + warp_row, j0);
       ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
         pair_grad(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2], Opaque(i) + m * 16 + e / 2 * 8,
-                  j + c * 8 + e % 2, false);
+                  j + c * 8 + e % 2, kept(m, c, e), false);
       });
     }
     uint32_t weights[kM][kKeys / 16][4];
@@ -309,7 +319,7 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
 
     // 0 * NaN must not bring a key to a query that does not see it.
     bool poisoned = false;
-    if (pairs.HidesValid(i0, j0, kKeys)) {
+    if (pairs.HidesValid(i0, kRows, j0, kKeys)) {
       __syncthreads();  // The tile was read for the scores.
       poisoned = __syncthreads_or(ClearNonFinite<kKeys, kDim, kThreads>(tile_k));
     }
@@ -341,7 +351,7 @@ __global__ void __launch_bounds__(QueryGradTile<kDim>::kThreads)
 
 // The gradient of one tile of the bias: the block goes through all that repeats the tile, or
 // its share of that, and sums in registers.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kDropout>
 __global__ void __launch_bounds__(BiasGradShape<kDim>::kThreads)
     BiasGradKernel(const __grid_constant__ AttentionProblem p,
                    const __grid_constant__ AttentionGradients g, bool key_aligned,
@@ -365,7 +375,8 @@ __global__ void __launch_bounds__(BiasGradShape<kDim>::kThreads)
     int i0, j0;
     tile.At(step, kRows, kKeys, &b, &h, &i0, &j0);
     const AttentionPairs<T> pairs(p, b, h);
-    if (j0 >= pairs.KeyEnd(i0, kRows)) continue;
+    if (j0 >= pairs.KeyEnd(i0, kRows) || j0 + kKeys <= pairs.KeyBegin(i0)) continue;
+    const PairDropout<kDropout> dropout(p, b, h);
     const int64_t kv_h = h / (p.heads / p.kv_heads);
     __syncthreads();  // The tiles of the step before are no longer used.
     LoadTile<kRows, kDim, kThreads>(
@@ -396,11 +407,12 @@ __global__ void __launch_bounds__(BiasGradShape<kDim>::kThreads)
     float s[kM][kKeys / 8][4] = {}, ds[kM][kKeys / 8][4] = {};
     MultiplyRows<T, kDim>(s, queries, warp_row, keys, 0);
     MultiplyRows<T, kDim>(ds, upstream, warp_row, values, 0);
-    const PairGrad<T, false> pair_grad(pairs);
+    const PairGrad<T, false, kDropout> pair_grad(pairs);
+    const KeptPairs<kM, kKeys / 8, false, kDropout> kept(dropout, i0 + warp_row, j0);
     const int i = i0 + warp_row + lane / 4, j = j0 + lane % 4 * 2;
     ForEachElement<kM, kKeys / 8>([&](int m, int c, int e) {
       pair_grad(s[m][c][e], ds[m][c][e], lane_rows[m][e / 2], Opaque(i) + m * 16 + e / 2 * 8,
-                j + c * 8 + e % 2, true);
+                j + c * 8 + e % 2, kept(m, c, e), true);
       sum[m][c][e] += ds[m][c][e];
     });
   }
@@ -416,9 +428,10 @@ __global__ void __launch_bounds__(BiasGradShape<kDim>::kThreads)
   tile.template Write<kRows, kKeys, T>(result, p, g);
 }
 
-template <typename T, int kDim, bool kPlain>
+template <typename T, int kDim, bool kPlain, bool kDropout>
 Status LaunchGrad(Gpu gpu, const AttentionProblem& p, const AttentionGradients& g) {
   if (Status s = LaunchRows<T>(gpu, p, g); !s.ok()) return s;
+  if (Status s = LaunchSinkGrad(gpu, p, g); !s.ok()) return s;
   int limit = 0;
   if (Status s = SharedMemoryLimit(&limit); !s.ok()) return s;
   const bool key_aligned = RowsAligned<T>(p.query, p.head_dim) && RowsAligned<T>(p.key, p.head_dim);
@@ -436,16 +449,16 @@ Status LaunchGrad(Gpu gpu, const AttentionProblem& p, const AttentionGradients& 
   };
   Status s;
   if constexpr (kDim == 256) {
-    s = launch_key_grad(KeyGradKernel<T, kDim, kPlain, true, false>, true);
-    if (s.ok()) s = launch_key_grad(KeyGradKernel<T, kDim, kPlain, false, true>, false);
+    s = launch_key_grad(KeyGradKernel<T, kDim, kPlain, kDropout, true, false>, true);
+    if (s.ok()) s = launch_key_grad(KeyGradKernel<T, kDim, kPlain, kDropout, false, true>, false);
   } else {
-    s = launch_key_grad(KeyGradKernel<T, kDim, kPlain, true, true>, true);
+    s = launch_key_grad(KeyGradKernel<T, kDim, kPlain, kDropout, true, true>, true);
   }
   if (!s.ok()) return s;
 
   using QueryTile = QueryGradTile<kDim>;
   const int stages = QueryTile::SharedBytes(2) <= limit ? 2 : 1;
-  return Launch(gpu, QueryGradKernel<T, kDim, kPlain>,
+  return Launch(gpu, QueryGradKernel<T, kDim, kPlain, kDropout>,
                 (p.seq_q + QueryTile::kRows - 1) / QueryTile::kRows * p.batch * p.heads,
                 QueryTile::kThreads, QueryTile::SharedBytes(stages), p, doutput, g.rows, stages,
                 key_aligned, value_aligned, static_cast<T*>(g.dquery));
@@ -454,7 +467,9 @@ Status LaunchGrad(Gpu gpu, const AttentionProblem& p, const AttentionGradients& 
 template <typename T, int kDim>
 Status TensorCoreAttention<T, kDim>::Grad(Gpu gpu, const AttentionProblem& p,
                                           const AttentionGradients& g) {
-  return IsPlain(p) ? LaunchGrad<T, kDim, true>(gpu, p, g) : LaunchGrad<T, kDim, false>(gpu, p, g);
+  if (p.dropout_threshold) return LaunchGrad<T, kDim, false, true>(gpu, p, g);
+  return IsPlain(p) ? LaunchGrad<T, kDim, true, false>(gpu, p, g)
+                    : LaunchGrad<T, kDim, false, false>(gpu, p, g);
 }
 
 template <typename T, int kDim>
@@ -462,11 +477,11 @@ Status TensorCoreAttention<T, kDim>::BiasGrad(Gpu gpu, const AttentionProblem& p
                                               const AttentionGradients& g) {
   using Tile = BiasGradShape<kDim>;
   if (Status s = LaunchRows<T>(gpu, p, g); !s.ok()) return s;
-  const Status s =
-      Launch(gpu, BiasGradKernel<T, kDim>, BiasGradBlocks(p, g, Tile::kRows, Tile::kKeys),
-             Tile::kThreads, Tile::kSharedBytes, p, g,
-             RowsAligned<T>(p.query, p.head_dim) && RowsAligned<T>(p.key, p.head_dim),
-             RowsAligned<T>(p.value, p.value_dim) && RowsAligned<T>(g.doutput, p.value_dim));
+  const Status s = Launch(
+      gpu, p.dropout_threshold ? BiasGradKernel<T, kDim, true> : BiasGradKernel<T, kDim, false>,
+      BiasGradBlocks(p, g, Tile::kRows, Tile::kKeys), Tile::kThreads, Tile::kSharedBytes, p, g,
+      RowsAligned<T>(p.query, p.head_dim) && RowsAligned<T>(p.key, p.head_dim),
+      RowsAligned<T>(p.value, p.value_dim) && RowsAligned<T>(g.doutput, p.value_dim));
   return s.ok() ? LaunchBiasGradSum<T>(gpu, g) : s;
 }
 

@@ -4,9 +4,7 @@
 namespace tf_ops {
 namespace {
 
-Status Error(const std::string& message) {
-  return InvalidArgument("sparse_softmax_cross_entropy: " + message);
-}
+Status Error(const std::string& message) { return InvalidArgument("cross_entropy: " + message); }
 
 std::string ShapeOf(const TensorView& view) {
   std::string text = "[";
@@ -51,7 +49,9 @@ Status DescribeCrossEntropy(const TensorView& labels, const TensorView& logits,
   }
   CrossEntropyProblem& p = *problem;
   p.tokens = tokens.size();
-  p.classes = logits.dim(-1);
+  p.classes = p.all_classes = logits.dim(-1);
+  p.span = nullptr;
+  p.first_class = 0;
   p.labels32 = labels.dtype == DType::kInt32 ? labels.as<const int32_t>() : nullptr;
   p.labels64 = labels.dtype == DType::kInt64 ? labels.as<const int64_t>() : nullptr;
   p.has_ignore_class = has_ignore_class;

@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "cc/common/cuda.cuh"
-#include "cc/cross_entropy/cross_entropy.h"
+#include "cc/cross_entropy/linear_cross_entropy.h"
 
 namespace tf_ops {
 namespace {
@@ -142,6 +142,14 @@ __device__ int64_t Label(const CrossEntropyProblem& p, int64_t token) {
   return p.labels32 ? p.labels32[token] : p.labels64[token];
 }
 
+// The place of a label among the logits, which may be a block of classes without it.
+__device__ int64_t Place(const CrossEntropyProblem& p, int64_t label) {
+  return p.span ? label - p.span[0] : label;
+}
+__device__ int64_t AllClasses(const CrossEntropyProblem& p) {
+  return p.span ? p.span[1] : p.classes;
+}
+
 __device__ bool Ignored(const CrossEntropyProblem& p, int64_t label) {
   return p.has_ignore_class && label == p.ignore_class;
 }
@@ -149,20 +157,20 @@ __device__ bool Ignored(const CrossEntropyProblem& p, int64_t label) {
 // kGroup threads share a row, which they read once. Each sums its vectors relative to the
 // largest entry it has met, with one correction per kUnroll vectors; then the group adds up.
 // Every lane of a warp takes part in the shuffles, so groups without a row have no classes.
-template <int kGroup, bool kCapped, typename T>
+// finish(token, ignored, has_label, capped logit of the label, sums) is called once per token.
+template <int kGroup, bool kCapped, typename T, typename Finish>
 __global__ void __launch_bounds__(kGroup > kThreads ? kGroup : kThreads)
-    SparseSoftmaxCrossEntropyKernel(CrossEntropyProblem p, const T* logits, float* loss, float* max,
-                                    float* log_sum) {
+    SparseSoftmaxCrossEntropyKernel(CrossEntropyProblem p, const T* logits, Finish finish) {
   const int lane = threadIdx.x % kGroup;
   const int64_t token = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kGroup;
   const bool in_range = token < p.tokens;
-  const int64_t label = in_range ? Label(p, token) : 0;
+  const int64_t label = in_range ? Label(p, token) : 0, place = Place(p, label);
   const bool ignored = Ignored(p, label), smooth = p.label_smoothing > 0.0f;
   const int64_t classes = in_range && !ignored ? p.classes : 0;
   const T* row = logits + token * p.classes;
   // Early, so that it is there when it is wanted.
-  const bool has_label = label >= 0 && label < classes;
-  const float at_label = lane == 0 && has_label ? float(row[label]) : 0.0f;
+  const bool has_label = place >= 0 && place < classes;
+  const float at_label = lane == 0 && has_label ? float(row[place]) : 0.0f;
 
   using Vec = Vector<T>;
   constexpr int kUnroll = kLoads<kCapped>;
@@ -216,20 +224,44 @@ __global__ void __launch_bounds__(kGroup > kThreads ? kGroup : kThreads)
     sums = AddLanes<32>(sums);
   }
   if (lane > 0 || !in_range) return;
-  float y = 0.0f, m = 0.0f, l = 0.0f;
-  if (!ignored) {
-    m = sums.max;
-    l = logf(sums.sum);
-    y = (1.0f - p.label_smoothing) * (m - Cap<kCapped>(at_label, p.soft_cap)) + l;
-    // Infinite terms are left out where their factor is 0.
-    if (smooth) y += p.label_smoothing * (m - sums.sum_x / float(p.classes));
-    if (p.z_loss > 0.0f) y += p.z_loss * ((m + l) * (m + l));
-    if (!has_label) y = NAN;
-  }
-  loss[token] = y;
-  max[token] = m;
-  log_sum[token] = l;
+  finish(p, token, ignored, has_label, Cap<kCapped>(at_label, p.soft_cap), sums);
 }
+
+struct WriteLoss {
+  float *loss, *max, *log_sum;
+  __device__ void operator()(const CrossEntropyProblem& p, int64_t token, bool ignored,
+                             bool has_label, float x_label, const SoftmaxSums& sums) const {
+    float y = 0.0f, m = 0.0f, l = 0.0f;
+    if (!ignored) {
+      m = sums.max;
+      l = logf(sums.sum);
+      y = (1.0f - p.label_smoothing) * (m - x_label) + l;
+      // Infinite terms are left out where their factor is 0.
+      if (p.label_smoothing > 0.0f) y += p.label_smoothing * (m - sums.sum_x / float(p.classes));
+      if (p.z_loss > 0.0f) y += p.z_loss * ((m + l) * (m + l));
+      if (!has_label) y = NAN;
+    }
+    loss[token] = y;
+    max[token] = m;
+    log_sum[token] = l;
+  }
+};
+
+// `after` may be `before`.
+struct AddBlock {
+  const BlockSums* before;
+  BlockSums* after;
+  __device__ void operator()(const CrossEntropyProblem&, int64_t token, bool ignored,
+                             bool has_label, float x_label, const SoftmaxSums& block) const {
+    const BlockSums b = before[token];
+    if (ignored) {
+      after[token] = b;
+      return;
+    }
+    const SoftmaxSums total = Add({b.max, b.sum, b.sum_x}, block);
+    after[token] = {total.max, total.sum, total.sum_x, has_label ? x_label : b.x_label};
+  }
+};
 
 // dx_j = exp(x_j - max) scale - shift, less `target` at the label.
 template <bool kCapped>
@@ -257,7 +289,7 @@ __global__ void __launch_bounds__(kGroup > kThreads ? kGroup : kThreads)
   const int lane = threadIdx.x % kGroup;
   const int64_t token = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kGroup;
   if (token >= p.tokens) return;
-  const int64_t label = Label(p, token);
+  const int64_t label = Label(p, token), place = Place(p, label), all_classes = AllClasses(p);
   const T* row = logits + token * p.classes;
   T* drow = dlogits + token * p.classes;
 
@@ -280,13 +312,13 @@ __global__ void __launch_bounds__(kGroup > kThreads ? kGroup : kThreads)
   const float d = dloss[token], m = max[token], l = log_sum[token];
   const float factor = p.z_loss > 0.0f ? d * (1.0f + 2.0f * p.z_loss * (m + l)) : d;
   const TokenGradient<kCapped> gradient = {
-      m, label >= 0 && label < p.classes ? factor * expf(-l) : NAN,
-      d * p.label_smoothing / float(p.classes), d * (1.0f - p.label_smoothing), p.soft_cap};
+      m, label >= 0 && label < all_classes ? factor * expf(-l) : NAN,
+      d * p.label_smoothing / float(all_classes), d * (1.0f - p.label_smoothing), p.soft_cap};
 
 #pragma unroll 1
   for (int64_t i = lane; i < split.ends; i += kGroup) {
     const int64_t j = split.End(i);
-    drow[j] = T(gradient.Of(float(row[j]), j == label));
+    drow[j] = T(gradient.Of(float(row[j]), j == place));
   }
   for (int64_t first = lane; first < split.vectors; first += kGroup * kUnroll) {
     Vec in[kUnroll];
@@ -298,35 +330,49 @@ __global__ void __launch_bounds__(kGroup > kThreads ? kGroup : kThreads)
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t i = first + u * kGroup;
       if (i >= split.vectors) break;
-      const int64_t place = label - split.head - i * Vec::kSize;
-      const bool has_label = place >= 0 && place < Vec::kSize;
-      const float at_label = has_label ? float(row[label]) : 0.0f;
+      const int64_t in_vector = place - split.head - i * Vec::kSize;
+      const bool has_label = in_vector >= 0 && in_vector < Vec::kSize;
+      const float at_label = has_label ? float(row[place]) : 0.0f;
       float x[Vec::kSize];
       in[u].Unpack(x);
 #pragma unroll
       for (int e = 0; e < Vec::kSize; ++e) x[e] = gradient.Of(x[e], false);
       Vec::Pack(x).Store(dvectors + i);
-      if (has_label) drow[label] = T(gradient.Of(at_label, true));
+      if (has_label) drow[place] = T(gradient.Of(at_label, true));
     }
   }
 }
 
 // Calls launch(kGroup, kCapped, grid, block) with the number of threads that suits the rows.
-template <typename Launch>
+template <int kMaxGroup, typename Launch>
 Status WithGroups(const CrossEntropyProblem& p, const Launch& launch) {
   const int group = p.classes <= 16                            ? 4
                     : p.classes <= 2048                        ? 32
                     : p.tokens < 256 && p.classes >= (1 << 15) ? 1024
                                                                : 256;
   return DispatchInt<4, 32, 256, 1024>("cross_entropy: threads per row", group, [&](auto n) {
-    constexpr int kGroup = n, kBlock = std::max(kGroup, kThreads), kRows = kBlock / kGroup;
+    constexpr int kGroup = std::min<int>(n, kMaxGroup), kBlock = std::max(kGroup, kThreads),
+                  kRows = kBlock / kGroup;
     const unsigned grid = (p.tokens + kRows - 1) / kRows;
     if (p.soft_cap > 0.0f) {
-      launch(n, std::true_type{}, grid, kBlock);
+      launch(std::integral_constant<int, kGroup>{}, std::true_type{}, grid, kBlock);
     } else {
-      launch(n, std::false_type{}, grid, kBlock);
+      launch(std::integral_constant<int, kGroup>{}, std::false_type{}, grid, kBlock);
     }
     return CudaStatus();
+  });
+}
+
+Status Gradient(Gpu gpu, const CrossEntropyProblem& p, const TensorView& dloss,
+                const TensorView& logits, const TensorView& max, const TensorView& log_sum,
+                const TensorView& dlogits) {
+  return DispatchType<float, half, bf16>("cross_entropy", logits.dtype, [&](auto t) {
+    using T = decltype(t);
+    return WithGroups<1024>(p, [&](auto group, auto capped, unsigned grid, int block) {
+      SparseSoftmaxCrossEntropyGradKernel<group, capped, T><<<grid, block, 0, gpu.stream>>>(
+          dloss.as<const float>(), p, logits.as<const T>(), max.as<const float>(),
+          log_sum.as<const float>(), dlogits.as<T>());
+    });
   });
 }
 
@@ -345,9 +391,10 @@ Status SparseSoftmaxCrossEntropy(Gpu gpu, TensorView labels, TensorView logits,
   }
   return DispatchType<float, half, bf16>("sparse_softmax_cross_entropy", logits.dtype, [&](auto t) {
     using T = decltype(t);
-    return WithGroups(p, [&](auto group, auto capped, unsigned grid, int block) {
-      SparseSoftmaxCrossEntropyKernel<group, capped, T><<<grid, block, 0, gpu.stream>>>(
-          p, logits.as<const T>(), loss.as<float>(), max.as<float>(), log_sum.as<float>());
+    return WithGroups<1024>(p, [&](auto group, auto capped, unsigned grid, int block) {
+      SparseSoftmaxCrossEntropyKernel<group, capped><<<grid, block, 0, gpu.stream>>>(
+          p, logits.as<const T>(),
+          WriteLoss{loss.as<float>(), max.as<float>(), log_sum.as<float>()});
     });
   });
 }
@@ -367,14 +414,39 @@ Status SparseSoftmaxCrossEntropyGrad(Gpu gpu, TensorView dloss, TensorView label
   if (!dlogits.SameShapeAndDType(logits)) {
     return InvalidArgument("sparse_softmax_cross_entropy: dlogits must be as logits");
   }
-  return DispatchType<float, half, bf16>("sparse_softmax_cross_entropy", logits.dtype, [&](auto t) {
+  return Gradient(gpu, p, dloss, logits, max, log_sum, dlogits);
+}
+
+Status LinearCrossEntropy(Gpu gpu, TensorView labels, TensorView logits, TensorView span,
+                          TensorView sums, bool has_ignore_class, int64_t ignore_class,
+                          float label_smoothing, float soft_cap, TensorView new_sums) {
+  CrossEntropyProblem p;
+  if (Status s = DescribeBlockSums(labels, logits, span, sums, has_ignore_class, ignore_class,
+                                   label_smoothing, soft_cap, new_sums, &p);
+      !s.ok() || p.tokens == 0) {
+    return s;
+  }
+  return DispatchType<float, half, bf16>("linear_cross_entropy", logits.dtype, [&](auto t) {
     using T = decltype(t);
-    return WithGroups(p, [&](auto group, auto capped, unsigned grid, int block) {
-      SparseSoftmaxCrossEntropyGradKernel<group, capped, T><<<grid, block, 0, gpu.stream>>>(
-          dloss.as<const float>(), p, logits.as<const T>(), max.as<const float>(),
-          log_sum.as<const float>(), dlogits.as<T>());
+    // Blocks are narrow, and adding them takes registers that 1024 threads do not have.
+    return WithGroups<256>(p, [&](auto group, auto capped, unsigned grid, int block) {
+      SparseSoftmaxCrossEntropyKernel<group, capped><<<grid, block, 0, gpu.stream>>>(
+          p, logits.as<const T>(), AddBlock{sums.as<const BlockSums>(), new_sums.as<BlockSums>()});
     });
   });
+}
+
+Status LinearCrossEntropyGrad(Gpu gpu, TensorView dloss, TensorView labels, TensorView logits,
+                              TensorView span, TensorView max, TensorView log_sum,
+                              bool has_ignore_class, int64_t ignore_class, float label_smoothing,
+                              float z_loss, float soft_cap, TensorView dlogits) {
+  CrossEntropyProblem p;
+  if (Status s = DescribeBlockGrad(dloss, labels, logits, span, max, log_sum, has_ignore_class,
+                                   ignore_class, label_smoothing, z_loss, soft_cap, dlogits, &p);
+      !s.ok() || p.tokens == 0) {
+    return s;
+  }
+  return Gradient(gpu, p, dloss, logits, max, log_sum, dlogits);
 }
 
 }  // namespace tf_ops

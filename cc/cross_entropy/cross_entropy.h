@@ -43,6 +43,10 @@ Status SparseSoftmaxCrossEntropyGrad(Gpu gpu, TensorView dloss, TensorView label
 // What both devices and both directions compute with. A CUDA kernel takes it by value.
 struct CrossEntropyProblem {
   int64_t tokens, classes;
+  // Where the logits are those of a block of classes: its first class and the number of all
+  // classes, on the device. A launcher for the CPU sets what follows from it.
+  const int64_t* span;
+  int64_t first_class, all_classes;
   const int32_t* labels32;  // one of the two is set
   const int64_t* labels64;
   bool has_ignore_class;

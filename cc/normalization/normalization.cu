@@ -11,7 +11,7 @@ namespace {
 template <typename T, bool kMean, int kVec, int kThreads, int kChunks, int kRows>
 __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(NormalizationProblem p) {
   using Vector = Raw<T, kVec>;
-  __shared__ float partial[2][1][32];
+  __shared__ WarpSums<1> warps;
   int half = 0;
   const bool float_weights = p.weight_dtype == DType::kFloat32;
   const int lane = threadIdx.x % kThreads;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
 #pragma unroll
         for (int i = 0; i < kVec; ++i) sum[0] += a[i];
       }
-      SumOverRow<kThreads>(sum, partial, half);
+      SumOverRow<kThreads>(sum, warps, half);
       mean = sum[0] / cols;
     }
     float squares[1] = {0.0f};
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
 #pragma unroll
       for (int i = 0; i < kVec; ++i) squares[0] += (a[i] - mean) * (a[i] - mean);
     }
-    SumOverRow<kThreads>(squares, partial, half);
+    SumOverRow<kThreads>(squares, warps, half);
     const float rstd = rsqrtf(squares[0] / cols + p.epsilon);
     if (lane == 0 && row < p.rows) {
       if constexpr (kMean) p.mean[row] = mean;
@@ -111,7 +111,7 @@ constexpr int kWideThreads = 1024;
 template <typename T, bool kMean, int kVec>
 __global__ void __launch_bounds__(kWideThreads) NormalizationWideKernel(NormalizationProblem p) {
   using Vector = Raw<T, kVec>;
-  __shared__ float partial[2][1][32];
+  __shared__ WarpSums<1> warps;
   int half = 0;
   const bool float_weights = p.weight_dtype == DType::kFloat32;
   const int64_t vectors = p.cols / kVec;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kWideThreads) NormalizationWideKernel(Normaliz
 #pragma unroll
         for (int i = 0; i < kVec; ++i) sum[0] += a[i];
       }
-      SumOverRow<kWideThreads>(sum, partial, half);
+      SumOverRow<kWideThreads>(sum, warps, half);
       mean = sum[0] / cols;
     }
     float squares[1] = {0.0f};
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kWideThreads) NormalizationWideKernel(Normaliz
 #pragma unroll
       for (int i = 0; i < kVec; ++i) squares[0] += (a[i] - mean) * (a[i] - mean);
     }
-    SumOverRow<kWideThreads>(squares, partial, half);
+    SumOverRow<kWideThreads>(squares, warps, half);
     const float rstd = rsqrtf(squares[0] / cols + p.epsilon);
     if (threadIdx.x == 0) {
       if constexpr (kMean) p.mean[row] = mean;
@@ -201,8 +201,8 @@ Status Normalize(Gpu gpu, const NormalizationProblem& p) {
         // A warp or less for a row as long as that holds it without spilling; four vectors per
         // thread keep enough loads in flight.
         if (!DispatchLayout<RowLayout<8, 1>, RowLayout<16, 1>, RowLayout<32, 1>, RowLayout<32, 4>,
-                            RowLayout<128, 4>, RowLayout<512, 4>, RowLayout<1024, 4>>(p.cols / kVec,
-                                                                                      launch)) {
+                            RowLayout<128, 4>, RowLayout<256, 4>, RowLayout<512, 4>,
+                            RowLayout<1024, 4>>(p.cols / kVec, launch)) {
           NormalizationWideKernel<T, kMean, kVec>
               <<<std::min(p.rows, kMostBlocks), kWideThreads, 0, gpu.stream>>>(p);
         }

@@ -4,43 +4,10 @@
 #pragma once
 
 #include "cc/common/cuda.cuh"
+#include "cc/common/rows.cuh"
 #include "cc/normalization/normalization.h"
 
 namespace tf_ops {
-
-template <int kBytes>
-struct RawBytes;
-template <>
-struct RawBytes<16> {
-  using Type = uint4;
-};
-template <>
-struct RawBytes<4> {
-  using Type = uint32_t;
-};
-template <>
-struct RawBytes<2> {
-  using Type = uint16_t;
-};
-// kVec elements of T as they lie in memory: 16 bytes, or one element.
-template <typename T, int kVec>
-using Raw = typename RawBytes<kVec * sizeof(T)>::Type;
-
-template <typename T, int kVec>
-__device__ void Unpack(const Raw<T, kVec>& raw, float (&out)[kVec]) {
-  const T* elements = reinterpret_cast<const T*>(&raw);
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) out[i] = float(elements[i]);
-}
-
-template <typename T, int kVec>
-__device__ Raw<T, kVec> Pack(const float (&in)[kVec]) {
-  Raw<T, kVec> raw;
-  T* elements = reinterpret_cast<T*>(&raw);
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) elements[i] = T(in[i]);
-  return raw;
-}
 
 // Vector number `at` of weights, which are of type T or float. They stay in L1: every row of a
 // group takes the same ones.
@@ -66,11 +33,34 @@ __device__ inline int64_t GroupOf(const NormalizationProblem& p, int64_t row) {
   return row % p.groups;
 }
 
-// Adds up each value[i] over the kThreads threads of a row, which get all the sums. With more
-// than a warp to a row the whole block is one row and all of it calls this together; calls
-// alternate between two halves of `partial`, so that one barrier is enough.
-template <int kThreads, int kValues>
-__device__ void SumOverRow(float (&value)[kValues], float (&partial)[2][kValues][32], int& half) {
+// The sum of kCount floats of shared memory, the same order for every thread.
+template <int kCount>
+__device__ float SumShared(const float* values) {
+  float sum = 0.0f;
+  if constexpr (kCount % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(values + i);
+      sum += (v.x + v.y) + (v.z + v.w);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum += values[i];
+  }
+  return sum;
+}
+
+// What SumOverRow keeps of each warp; calls alternate between the halves, so that one barrier a
+// call is enough.
+template <int kValues, int kCount = 32>
+struct alignas(16) WarpSums {
+  float values[2][kValues][kCount];
+};
+
+// Adds up each value[i] over the kThreads threads of a row, of which the block has kRows; they get
+// all the sums. With more than a warp to a row all of its threads call this together.
+template <int kThreads, int kRows = 1, int kValues>
+__device__ void SumOverRow(float (&value)[kValues], WarpSums<kValues>& warps, int& half) {
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
 #pragma unroll
@@ -80,19 +70,19 @@ __device__ void SumOverRow(float (&value)[kValues], float (&partial)[2][kValues]
   }
   if constexpr (kThreads > 32) {
     constexpr int kWarps = kThreads / 32;
-    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / kThreads;
+    if (threadIdx.x % 32 == 0) {
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      if (lane == 0) partial[half][i][threadIdx.x / 32] = value[i];
+      for (int i = 0; i < kValues; ++i) warps.values[half][i][threadIdx.x / 32] = value[i];
     }
-    __syncthreads();
+    if constexpr (kRows == 1) {
+      __syncthreads();
+    } else {  // barrier 0 is the whole block's
+      asm volatile("bar.sync %0, %1;" ::"r"(row + 1), "n"(kThreads) : "memory");
+    }
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      value[i] = partial[half][i][lane % kWarps];
-#pragma unroll
-      for (int offset = kWarps / 2; offset > 0; offset /= 2) {
-        value[i] += __shfl_xor_sync(0xffffffff, value[i], offset);
-      }
+      value[i] = SumShared<kWarps>(&warps.values[half][i][row * kWarps]);
     }
     half ^= 1;
   }
@@ -115,12 +105,12 @@ Status DispatchVectors(const NormalizationProblem& p, std::initializer_list<cons
   });
 }
 
-// A row is taken by kThreads threads, each of which holds kChunks vectors of it: vector
-// lane + chunk * kThreads.
-template <int kThreads, int kChunks>
+// A row is taken by kThreads threads of each of kBlocks blocks. A thread holds kChunks vectors of
+// it, of its block's kThreads * kChunks: vector lane + chunk * kThreads.
+template <int kThreads, int kChunks, int kBlocks = 1>
 struct RowLayout {
   static constexpr int kThreadsPerRow = kThreads, kChunksPerThread = kChunks;
-  static constexpr int kVectors = kThreads * kChunks;
+  static constexpr int kBlocksPerRow = kBlocks, kVectors = kBlocks * kThreads * kChunks;
 };
 
 // Calls f(layout) with the Layouts that hold a row, until one returns true: it has launched.

@@ -2,19 +2,18 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "cc/common/hopper.cuh"
 #include "cc/normalization/normalization.cuh"
 
 namespace tf_ops {
 namespace {
 
-constexpr int kStages = 3;  // rows of dy and x in shared memory: this one and two to come
-
 // Starts copying *from to shared memory; 16 bytes do it without passing through registers.
 template <typename Vector>
 __device__ void StartCopy(Vector* to, const Vector* from) {
   if constexpr (sizeof(Vector) == 16) {
-    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(to)), "l"(from)
+                 : "memory");
   } else {
     *to = *from;
   }
@@ -43,151 +42,268 @@ __device__ RowStats LoadStats(const NormalizationProblem& p, int64_t row) {
   return stats;
 }
 
-// A persistent block per part and group of weights takes kRows of its rows at a time, kThreads
-// threads to a row. A thread has the same columns of all rows, so that its sums for the weights'
-// gradients stay in registers. dy and x of the next rows are on their way to shared memory
+// Sums over the threads of the kCluster blocks of a cluster, which share a row: each warp sends its
+// sums to all of them, and they arrive at the barrier of their half. A half is free again when
+// those of the next call have come: they are sent after it was read.
+template <int kThreads, int kCluster, int kValues>
+struct ClusterSum {
+  static constexpr int kWarps = kThreads / 32, kCount = kCluster * kWarps;
+  uint64_t barriers[2];
+  alignas(16) float values[2][kValues][kCount];
+
+  __device__ void Init() {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      BarrierInit(&barriers[0], 1);
+      BarrierInit(&barriers[1], 1);
+      FenceBarrierInit();
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+  }
+
+  __device__ void Add(float (&value)[kValues], int turn, int rank) {
+#if __CUDA_ARCH__ >= 900
+    const int half = turn % 2, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) BarrierExpectBytes(&barriers[half], kValues * kCount * sizeof(float));
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      value[i] = WarpReduce(value[i], Sum());
+      if (lane >= kCluster) continue;
+      const float* to = &values[half][i][rank * kWarps + threadIdx.x / 32];
+      asm volatile(
+          "{\n.reg .b32 to, barrier;\n"
+          "mapa.shared::cluster.u32 to, %0, %2;\n"
+          "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %3, [barrier];\n}" ::"r"(
+              SharedAddress(to)),
+          "r"(SharedAddress(&barriers[half])), "r"(lane), "f"(value[i])
+          : "memory");
+    }
+    BarrierWait(&barriers[half], turn / 2 % 2);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) value[i] = SumShared<kCount>(values[half][i]);
+#endif
+  }
+};
+
+// How many rows a block takes at a time, and what of them is in flight.
+template <typename Layout>
+struct GradShape {
+  static constexpr int kCluster = Layout::kBlocksPerRow;
+  // A block of 512 threads on a multiprocessor leaves 128 registers to each.
+  static constexpr int kBlock = 512, kRows = kBlock / Layout::kThreadsPerRow;
+  static constexpr int kTensor = Layout::kChunksPerThread * kBlock;  // vectors
+};
+constexpr int kStages = 3;  // rows in shared memory: this one and two to come
+
+// A persistent block, or cluster of blocks, per part and group of weights takes kRows of its rows
+// at a time, kThreads threads of each block to a row. A thread has the same columns of all rows, so
+// that its weights and its sums for their gradients stay in registers: two vectors of 16 bytes are
+// as many as there is room for. dy, x and ds of the next rows are on their way to shared memory
 // meanwhile; a thread reads only what it copied itself. dx may be dy: a block reads a row before
 // it writes it.
-template <typename T, bool kMean, int kVec, int kThreads, int kChunks, int kRows, int kBlocks>
-__global__ void __launch_bounds__(kThreads* kRows, kBlocks)
+template <typename T, bool kMean, int kVec, typename Layout>
+__global__ void __launch_bounds__(GradShape<Layout>::kBlock, 1)
     NormalizationGradKernel(NormalizationProblem p, int64_t parts) {
   using Vector = Raw<T, kVec>;
-  constexpr int kBlock = kThreads * kRows;
+  using Shape = GradShape<Layout>;
+  constexpr int kThreads = Layout::kThreadsPerRow, kChunks = Layout::kChunksPerThread;
+  constexpr int kRows = Shape::kRows, kBlock = Shape::kBlock, kTensor = Shape::kTensor;
+  constexpr int kCluster = Shape::kCluster, kValues = kMean ? 2 : 1;
   extern __shared__ uint4 shared[];
   Vector* const ring = reinterpret_cast<Vector*>(shared) + threadIdx.x;
-  const auto staged = [&](int stage, int tensor, int chunk) {
-    return ring + ((stage * 2 + tensor) * kChunks + chunk) * kBlock;
-  };
-  __shared__ float partial[2][kMean ? 2 : 1][32];
+  const int stage = (p.ds ? 3 : 2) * kTensor;
+  __shared__
+      std::conditional_t<(kCluster > 1), ClusterSum<kThreads, kCluster, kValues>, WarpSums<kValues>>
+          sum;
   int half = 0;
 
-  const bool float_weights = p.weight_dtype == DType::kFloat32;
-  const int lane = threadIdx.x % kThreads;
-  const int64_t group = blockIdx.x % p.groups, part = blockIdx.x / p.groups;
-  const int64_t vectors = p.cols / kVec, weight = group * vectors;
-  const int64_t rows = p.rows / p.groups;  // of this group
-  const int64_t first = part * kRows + threadIdx.x / kThreads, step = parts * kRows;
-  // Turns are those of the block's first row: the sums over a row take all threads.
-  const int64_t turns = (rows - part * kRows + step - 1) / step;
-  const float cols = p.cols;
-  const auto active = [&](int64_t turn) { return turn < turns && first + turn * step < rows; };
-  const auto row_of = [&](int64_t turn) { return (first + turn * step) * p.groups + group; };
-  const auto start = [&](int64_t turn, int stage) {
-    if (active(turn)) {
-      const int64_t base = row_of(turn) * vectors;
+  const int rank = blockIdx.x % kCluster;
+  const int64_t group = blockIdx.x / kCluster % p.groups, part = blockIdx.x / kCluster / p.groups;
+  const int64_t vectors = p.cols / kVec;
+  const int64_t first_vector = rank * (kThreads * kChunks) + threadIdx.x % kThreads;
+  bool valid[kChunks];
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int64_t v = lane + c * kThreads;
-        if (v >= vectors) continue;
-        StartCopy(staged(stage, 0, c), static_cast<const Vector*>(p.dy) + base + v);
-        StartCopy(staged(stage, 1, c), static_cast<const Vector*>(p.x) + base + v);
-      }
+  for (int c = 0; c < kChunks; ++c) valid[c] = first_vector + c * kThreads < vectors;
+
+  // Rows are counted within the group: the one being started, and this one.
+  const int64_t rows = p.rows / p.groups, step = parts * kRows;
+  int64_t row_ahead = part * kRows + threadIdx.x / kThreads, row_here = row_ahead;
+  // Turns are those of the block's first row: the sums over a row take whole warps.
+  const int64_t turns = (rows - part * kRows + step - 1) / step;
+  int64_t stats_row = row_ahead * p.groups + group;
+  int64_t ahead = (stats_row * vectors + first_vector) * sizeof(Vector), here = ahead;  // bytes
+  const int64_t stride = step * p.groups * vectors * sizeof(Vector);
+  int stage_ahead = 0, stage_here = 0;
+  const auto start = [&] {
+    if (row_ahead < rows) {
+      const auto copy = [&](const void* tensor, int number) {
+        const Vector* from =
+            reinterpret_cast<const Vector*>(static_cast<const char*>(tensor) + ahead);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (!valid[c]) continue;
+          StartCopy(&ring[stage_ahead + number * kTensor + c * kBlock], from + c * kThreads);
+        }
+      };
+      copy(p.dy, 0);
+      copy(p.x, 1);
+      if (p.ds) copy(p.ds, 2);
     }
     EndGroup();
+    row_ahead += step;
+    ahead += stride;
+    stage_ahead = stage_ahead == (kStages - 1) * stage ? 0 : stage_ahead + stage;
   };
 
-  float dscale[kChunks * kVec] = {}, dbeta[kMean ? kChunks * kVec : 1] = {};
-  start(0, 0);
-  start(1, 1);
-  RowStats next = active(0) ? LoadStats<kMean>(p, row_of(0)) : RowStats{};
-  int stage = 0;
-  for (int64_t turn = 0; turn < turns; ++turn) {
-    const int64_t row_vectors = active(turn) ? vectors : 0, base = row_of(turn) * vectors;
-    const RowStats row = next;
-    if (active(turn + 1)) next = LoadStats<kMean>(p, row_of(turn + 1));
-    start(turn + 2, stage == 0 ? 2 : stage - 1);
-    Vector ds[kChunks];
-    if (p.ds) {
+  start();
+  start();
+  RowStats next = row_here < rows ? LoadStats<kMean>(p, stats_row) : RowStats{};
+  float w[kChunks][kVec], dscale[kChunks][kVec] = {}, dbeta[kMean ? kChunks : 1][kVec] = {};
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int64_t v = lane + c * kThreads;
-        if (v < row_vectors) ds[c] = __ldcg(static_cast<const Vector*>(p.ds) + base + v);
-      }
+  for (int c = 0; c < kChunks; ++c) {
+    const bool load = p.scale && valid[c];
+    if (load) {
+      LoadWeights<T, kVec>(p.scale, p.weight_dtype == DType::kFloat32,
+                           group * vectors + first_vector + c * kThreads, w[c]);
     }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) w[c][i] = load ? w[c][i] + p.scale_offset : 1.0f;
+  }
+  if constexpr (kCluster > 1) sum.Init();
+
+  const float inverse_cols = 1.0f / p.cols;
+  for (int64_t turn = 0; turn < turns; ++turn) {
+    const bool active = row_here < rows;
+    const RowStats row = next;
+    row_here += step;
+    stats_row += step * p.groups;
+    if (row_here < rows) next = LoadStats<kMean>(p, stats_row);
+    start();
     WaitForGroups<kStages - 1>();
 
-    // dy, xhat and g = dy (scale + scale_offset) of chunk c.
-    const auto load = [&](int c, float (&d)[kVec], float (&xhat)[kVec], float (&g)[kVec]) {
-      Unpack<T, kVec>(*staged(stage, 0, c), d);
-      Unpack<T, kVec>(*staged(stage, 1, c), xhat);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) xhat[i] = (xhat[i] - row.mean) * row.rstd;
-      if (p.scale) {
-        LoadWeights<T, kVec>(p.scale, float_weights, weight + lane + c * kThreads, g);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) g[i] = d[i] * (g[i] + p.scale_offset);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) g[i] = d[i];
-      }
-    };
-    float sums[kMean ? 2 : 1] = {};  // of g xhat, and of g
+    const Vector* const from = ring + stage_here;
+    float g[kChunks][kVec], xhat[kChunks][kVec];  // g = dy (scale + scale_offset)
+    float sums[kValues] = {};                     // of g xhat, and of g
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      if (lane + c * kThreads >= row_vectors) continue;
-      float d[kVec], xhat[kVec], g[kVec];
-      load(c, d, xhat, g);
+      if (!valid[c] || !active) continue;
+      float d[kVec];
+      Unpack<T, kVec>(from[c * kBlock], d);
+      Unpack<T, kVec>(from[kTensor + c * kBlock], xhat[c]);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        sums[0] += g[i] * xhat[i];
-        dscale[c * kVec + i] += d[i] * xhat[i];
+        xhat[c][i] = (xhat[c][i] - row.mean) * row.rstd;
+        g[c][i] = d[i] * w[c][i];
+        sums[0] += g[c][i] * xhat[c][i];
+        dscale[c][i] += d[i] * xhat[c][i];
         if constexpr (kMean) {
-          sums[1] += g[i];
-          dbeta[c * kVec + i] += d[i];
+          sums[1] += g[c][i];
+          dbeta[c][i] += d[i];
         }
       }
     }
-    SumOverRow<kThreads>(sums, partial, half);
-    const float dot = (sums[0] + row.rstd * row.drstd) / cols;
-    const float shift = kMean ? sums[kMean] / cols : 0.0f, dmean = row.dmean / cols;
+    if constexpr (kCluster > 1) {
+      sum.Add(sums, turn, rank);
+    } else {
+      SumOverRow<kThreads, kRows>(sums, sum, half);
+    }
+    const float dot = (sums[0] + row.rstd * row.drstd) * inverse_cols;
+    const float shift = kMean ? sums[kValues - 1] * inverse_cols : 0.0f;
+    const float dmean = row.dmean * inverse_cols;
+    Vector* const dx = reinterpret_cast<Vector*>(static_cast<char*>(p.dx) + here);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const int64_t v = lane + c * kThreads;
-      if (v >= row_vectors) continue;
-      float d[kVec], xhat[kVec], g[kVec];
-      load(c, d, xhat, g);
+      if (!valid[c] || !active) continue;
+      float d[kVec];
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) g[i] = row.rstd * (g[i] - shift - xhat[i] * dot) + dmean;
-      if (p.ds) {
-        Unpack<T, kVec>(ds[c], d);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) g[i] += d[i];
+      for (int i = 0; i < kVec; ++i) {
+        d[i] = row.rstd * (g[c][i] - shift - xhat[c][i] * dot);
+        if constexpr (kMean) d[i] += dmean;
       }
-      static_cast<Vector*>(p.dx)[base + v] = Pack<T, kVec>(g);
+      if (p.ds) {
+        float ds[kVec];
+        Unpack<T, kVec>(from[2 * kTensor + c * kBlock], ds);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) d[i] += ds[i];
+      }
+      dx[c * kThreads] = Pack<T, kVec>(d);
     }
-    stage = stage == kStages - 1 ? 0 : stage + 1;
+    here += stride;
+    stage_here = stage_here == (kStages - 1) * stage ? 0 : stage_here + stage;
   }
+  WaitForGroups<0>();
 
-  // The block's sums, over its rows in flight, to `to`, [parts, groups, cols].
-  const auto write = [&](const float* sums, float* to) {
-    to += (part * p.groups + group) * p.cols;
+  // The block's sums, over its rows in flight, to partial sums number `tensor`, [parts, groups,
+  // cols].
+  const auto write = [&](const float (&sums)[kChunks][kVec], int tensor) {
+    float* const out = p.partial + ((tensor * parts + part) * p.groups + group) * p.cols;
     constexpr int kWidth = kThreads * kChunks * kVec;
-    float* const rows_sums = reinterpret_cast<float*>(shared);
-    float* const row = rows_sums + threadIdx.x / kThreads * kWidth;
+    float* const block_sums = reinterpret_cast<float*>(shared);
+    float* const to = kRows > 1 ? block_sums + threadIdx.x / kThreads * kWidth : out;
     if constexpr (kRows > 1) __syncthreads();  // `shared` is in use
 #pragma unroll
-    for (int i = 0; i < kChunks * kVec; ++i) {
-      const int64_t column = (lane + i / kVec * kThreads) * kVec + i % kVec;
-      if (column < p.cols) (kRows > 1 ? row : to)[column] = sums[i];
+    for (int c = 0; c < kChunks; ++c) {
+      if (!valid[c]) continue;
+      const int64_t column = (first_vector + c * kThreads) * kVec;
+      if constexpr (kVec == 1) {
+        to[column] = sums[c][0];
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; i += 4) {
+          *reinterpret_cast<float4*>(to + column + i) =
+              make_float4(sums[c][i], sums[c][i + 1], sums[c][i + 2], sums[c][i + 3]);
+        }
+      }
     }
     if constexpr (kRows > 1) {
       __syncthreads();
       for (int column = threadIdx.x; column < p.cols; column += kBlock) {
         float sum = 0.0f;
-        for (int r = 0; r < kRows; ++r) sum += rows_sums[r * kWidth + column];
-        to[column] = sum;
+        for (int r = 0; r < kRows; ++r) sum += block_sums[r * kWidth + column];
+        out[column] = sum;
       }
     }
   };
-  WaitForGroups<0>();
-  float* to = p.partial;
-  if (p.dscale) {
-    write(dscale, to);
-    to += parts * p.groups * p.cols;
-  }
+  if (p.dscale) write(dscale, 0);
   if constexpr (kMean) {
-    if (p.dbeta) write(dbeta, to);
+    if (p.dbeta) write(dbeta, p.dscale ? 1 : 0);
   }
+}
+
+// False: this device has no such kernel.
+template <typename T, bool kMean, int kVec, typename Layout>
+bool LaunchGrad(Gpu gpu, const NormalizationProblem& p, int64_t* parts) {
+  using Shape = GradShape<Layout>;
+  constexpr int kCluster = Shape::kCluster, kRows = Shape::kRows;
+  const DeviceProperties device = CurrentDevice();
+  if (kCluster > 1 && !(TF_OPS_SM90A && device.major == 9)) return false;
+  const auto kernel = NormalizationGradKernel<T, kMean, kVec, Layout>;
+  const int ring = kStages * (p.ds ? 3 : 2) * Shape::kTensor * int(sizeof(Raw<T, kVec>));
+  const int sums = kRows > 1 ? Shape::kTensor * kVec * int(sizeof(float)) : 0;
+  cudaLaunchConfig_t config = {};
+  config.blockDim = dim3(Shape::kBlock);
+  config.dynamicSmemBytes = std::max(ring, sums);
+  config.stream = gpu.stream;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kCluster, 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = kCluster > 1 ? 1 : 0;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       int(config.dynamicSmemBytes));
+  int at_once = device.multiprocessors;
+  if (kCluster > 1) {
+    config.gridDim = dim3(kCluster);
+    if (cudaOccupancyMaxActiveClusters(&at_once, kernel, &config) != cudaSuccess) return true;
+  }
+  *parts = std::min({NormalizationGpuParts(p), (p.rows / p.groups + kRows - 1) / kRows,
+                     std::max<int64_t>(at_once / p.groups, 1)});
+  config.gridDim = dim3(*parts * p.groups * kCluster);
+  cudaLaunchKernelEx(&config, kernel, p, *parts);
+  return true;
 }
 
 constexpr int kWideThreads = 1024;
@@ -198,7 +314,7 @@ template <typename T, bool kMean, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     NormalizationGradWideKernel(NormalizationProblem p, int64_t parts) {
   using Vector = Raw<T, kVec>;
-  __shared__ float partial[2][kMean ? 2 : 1][32];
+  __shared__ WarpSums<kMean ? 2 : 1> warps;
   int half = 0;
   const bool float_weights = p.weight_dtype == DType::kFloat32;
   const int64_t group = blockIdx.x % p.groups, part = blockIdx.x / p.groups;
@@ -240,7 +356,7 @@ __global__ void __launch_bounds__(kWideThreads)
         }
       }
     }
-    SumOverRow<kWideThreads>(sums, partial, half);
+    SumOverRow<kWideThreads>(sums, warps, half);
     const float dot = (sums[0] + stats.rstd * stats.drstd) / cols;
     const float shift = kMean ? sums[kMean] / cols : 0.0f, dmean = stats.dmean / cols;
     for (int64_t v = threadIdx.x; v < vectors; v += kWideThreads) {
@@ -270,7 +386,7 @@ __global__ void __launch_bounds__(kColumns* kSlices)
   if (blockIdx.y == 1) partial += parts * size;
   float sum = 0.0f;
   if (column < size) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t part = threadIdx.y; part < parts; part += kSlices) {
       sum += partial[part * size + column];
     }
@@ -296,49 +412,24 @@ Status SumParts(Gpu gpu, const NormalizationProblem& p, int64_t parts) {
   });
 }
 
-// The current device's multiprocessors, and bytes of shared memory that a block may have.
-Status DescribeDevice(int* processors, int* shared) {
-  int device;
-  if (cudaGetDevice(&device) == cudaSuccess &&
-      cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess) {
-    cudaDeviceGetAttribute(shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  return CudaStatus();
-}
-
 }  // namespace
 
 Status NormalizeGrad(Gpu gpu, const NormalizationProblem& p) {
   if (p.rows == 0) return SumParts(gpu, p, 0);
-  int processors, most_shared;
-  if (Status s = DescribeDevice(&processors, &most_shared); !s.ok()) return s;
-  // For blocks that take `rows` rows at a time and fill a multiprocessor by `blocks`.
-  const auto count_parts = [&](int rows, int blocks) {
-    return std::min({NormalizationGpuParts(p), (p.rows / p.groups + rows - 1) / rows,
-                     std::max<int64_t>(int64_t{processors} * blocks / p.groups, 1)});
-  };
   return DispatchVectors(p, {p.dy, p.ds, p.x, p.scale, p.dx}, [&](auto t, auto mean, auto vec) {
     using T = decltype(t);
     constexpr bool kMean = decltype(mean)::value;
     constexpr int kVec = decltype(vec)::value;
     int64_t parts = 0;
     const auto launch = [&](auto layout) {
-      using Layout = decltype(layout);
-      constexpr int kThreads = Layout::kThreadsPerRow, kChunks = Layout::kChunksPerThread;
-      constexpr int kRows = kThreads < 256 ? 256 / kThreads : 1;
-      constexpr int kBlocks = kChunks == 1 ? 4 : kThreads < 512 ? 2 : 1;  // as registers allow
-      constexpr int kShared = kStages * 2 * kChunks * kThreads * kRows * kVec * sizeof(T);
-      if (kShared > most_shared) return false;
-      parts = count_parts(kRows, kBlocks);
-      const auto kernel =
-          NormalizationGradKernel<T, kMean, kVec, kThreads, kChunks, kRows, kBlocks>;
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-      kernel<<<parts * p.groups, kThreads * kRows, kShared, gpu.stream>>>(p, parts);
-      return true;
+      return LaunchGrad<T, kMean, kVec, decltype(layout)>(gpu, p, &parts);
     };
-    if (!DispatchLayout<RowLayout<8, 1>, RowLayout<16, 1>, RowLayout<32, 1>, RowLayout<32, 4>,
-                        RowLayout<256, 2>, RowLayout<512, 4>>(p.cols / kVec, launch)) {
-      parts = count_parts(1, 1);
+    if (!DispatchLayout<RowLayout<8, 1>, RowLayout<16, 1>, RowLayout<32, 1>, RowLayout<32, 2>,
+                        RowLayout<64, 2>, RowLayout<128, 2>, RowLayout<256, 2>, RowLayout<512, 2>,
+                        RowLayout<512, 2, 2>, RowLayout<512, 2, 4>, RowLayout<512, 2, 8>>(
+            p.cols / kVec, launch)) {
+      parts = std::min({NormalizationGpuParts(p), p.rows / p.groups,
+                        std::max<int64_t>(CurrentDevice().multiprocessors / p.groups, 1)});
       NormalizationGradWideKernel<T, kMean, kVec>
           <<<parts * p.groups, kWideThreads, 0, gpu.stream>>>(p, parts);
     }

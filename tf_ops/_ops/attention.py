@@ -2,6 +2,7 @@
 """Scaled dot-product attention."""
 
 import math
+import operator
 
 import numpy as np
 import tensorflow as tf
@@ -12,11 +13,9 @@ from tf_ops._operation import operation
 
 _DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 MAX_HEAD_DIM = 256
-_ATTRIBUTES = ("scale", "soft_cap", "is_causal", "bottom_right") + (
-    "window_left",
-    "window_right",
-    "dropout_rate",
-)
+_ATTRIBUTES = ("scale", "soft_cap", "is_causal", "bottom_right")
+_ATTRIBUTES += ("window_left", "window_right", "dropout_rate")
+_LARGEST_WINDOW = 2**31  # no sequence is longer
 
 
 @operation
@@ -42,10 +41,10 @@ def dot_product_attention(
 ):
     """Returns softmax(cap(scale · query · keyᵀ) + bias) · value over the visible keys.
 
-    A key is visible to a query when `mask`, the causal mask and both lengths allow it. A query
-    that sees no key, and one beyond its length, gives 0 and has no gradient. What is invisible
-    reaches neither the output nor a gradient, NaN and Inf included. Memory grows with the
-    sequence, not with its square.
+    A key is visible to a query when `mask`, the causal mask, the window and both lengths allow
+    it. A query that sees no key, and one beyond its length, gives 0 and has no gradient. What is
+    invisible reaches neither the output nor a gradient, NaN and Inf included. Memory grows with
+    the sequence, not with its square; what a window hides costs no time either.
 
     Args:
         query: [batch, seq_q, heads, head_dim] tensor of float32, float16 or bfloat16. Where the
@@ -60,39 +59,42 @@ def dot_product_attention(
         attn_logits_soft_cap: positive float c; cap(x) = c · tanh(x / c). None caps nothing.
         causal_alignment: "top_left" counts positions from the first query and key;
             "bottom_right" lets the last valid query see the last valid key.
-        local_window_size: not implemented.
+        local_window_size: int or (left, right), none of them negative: a query sees so many keys
+            before and after that of its own position, which `causal_alignment` aligns. None
+            hides nothing; under `is_causal` nothing right of the position is seen.
         query_seq_lengths: int [batch], the number of valid queries, clamped into [0, seq_q].
         key_value_seq_lengths: int [batch], that of valid keys, clamped into [0, seq_k].
-        sink: not implemented.
-        dropout_rate: float; not implemented but for 0.
-        seed: of the dropout.
+        sink: [heads] tensor, a logit per head that takes part in the softmax and has no value
+            (Xiao et al., "Efficient streaming language models with attention sinks", 2023;
+            learned as in gpt-oss). It has a gradient. A query that sees no key gives 0 still.
+        dropout_rate: float in [0, 1): the share of the softmax's weights that are dropped; the
+            others are divided by 1 - dropout_rate. `return_lse` is without it.
+        seed: int32 or int64 [2], wanted where `dropout_rate` is not 0. The same seed and
+            shapes drop the same weights, on every device.
         return_lse: bool; also return the logarithm of the sum of the exponentials of the
-            visible logits.
+            visible logits, and the sink's.
 
     Returns:
         [batch, seq_q, heads, value_dim] tensor of the dtype of `query`; with `return_lse` also
-        a float32 tensor [batch, heads, seq_q], -inf where a query sees no key. Both are
-        differentiable.
+        a float32 tensor [batch, heads, seq_q]; where a query sees no key, the sink or -inf.
+        Both are differentiable.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, as far as known before it runs;
             `tf.errors.InvalidArgumentError` otherwise.
-        NotImplementedError: a window, a sink or a dropout rate is given.
     """
-    del flash_attention, seed
-    for name, given in (
-        ("local_window_size", local_window_size is not None),
-        ("sink", sink is not None),
-        ("dropout_rate", dropout_rate > 0.0),
-    ):
-        if given:
-            raise NotImplementedError(f"dot_product_attention: {name} is not implemented yet")
+    del flash_attention
     if causal_alignment not in ("top_left", "bottom_right"):
         raise _error(
             f"causal_alignment is {causal_alignment!r}; it must be 'top_left' or 'bottom_right'"
         )
     if attn_logits_soft_cap is not None and not 0.0 < float(attn_logits_soft_cap) < math.inf:
         raise _error(f"attn_logits_soft_cap is {attn_logits_soft_cap}; it must be None or positive")
+    if not 0.0 <= dropout_rate < 1.0:
+        raise _error(f"dropout_rate is {dropout_rate}; it must be in [0, 1)")
+    if dropout_rate and seed is None:
+        raise _error(f"dropout_rate is {dropout_rate} and seed is None; it must be int64 [2]")
+    window_left, window_right = _window(local_window_size)
     query, key, value = _operands(query=query, key=key, value=value)
     dtype = query.dtype
     query, key, value, scale = _scaled(query, key, value, scale)
@@ -104,12 +106,15 @@ def dot_product_attention(
         mask=_broadcastable("mask", mask, tf.bool),
         query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, query),
         key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, query),
-        sink=tf.constant([], tf.float32),
-        seed=tf.constant([], tf.int64),
+        sink=_sink(sink, query),
+        seed=_seed(seed if dropout_rate else None),
         scale=scale,
         soft_cap=float(attn_logits_soft_cap or 0.0),
         is_causal=bool(is_causal),
         bottom_right=causal_alignment == "bottom_right",
+        window_left=window_left,
+        window_right=window_right,
+        dropout_rate=float(dropout_rate),
     )
     output = tf.cast(output, dtype)
     return (output, lse) if return_lse else output
@@ -213,6 +218,52 @@ def _lengths(name, lengths, query):
     return lengths
 
 
+def _window(size):
+    """Returns how many keys are visible on the left and on the right; -1 is all."""
+    if size is None:
+        return -1, -1
+    try:
+        left, right = size if isinstance(size, (tuple, list)) else (size, size)
+        left, right = operator.index(left), operator.index(right)
+    except (TypeError, ValueError):
+        left = right = -1
+    if left < 0 or right < 0:
+        raise _error(
+            f"local_window_size is {size!r}; it must be None, an int or (left, right), "
+            "none of them negative"
+        )
+    return min(left, _LARGEST_WINDOW), min(right, _LARGEST_WINDOW)
+
+
+def _sink(sink, query):
+    """Returns float32 [heads], or the [0] that stands for none."""
+    if sink is None:
+        return tf.constant([], tf.float32)
+    sink = tf.convert_to_tensor(sink)
+    if not sink.dtype.is_floating:
+        raise _error(f"sink is {sink.dtype.name}; it must be floating")
+    heads = query.shape[2] if query.shape.rank else None
+    if not sink.shape.is_compatible_with([heads]):
+        raise _error(f"sink is {sink.shape}; it must be [{heads}], the heads of query")
+    sink = tf.cast(sink, tf.float32)
+    if heads is None or not sink.shape.is_fully_defined():
+        # An empty tensor would pass for none.
+        sink = tf.reshape(sink, [tf.shape(query)[2]], name="sink")
+    return sink
+
+
+def _seed(seed):
+    """Returns int64 [2], or the [0] that stands for none."""
+    if seed is None:
+        return tf.constant([], tf.int64)
+    seed = tf.convert_to_tensor(seed)
+    if seed.dtype not in (tf.int32, tf.int64):
+        raise _error(f"seed is {seed.dtype.name}; it must be int32 or int64")
+    if not seed.shape.is_compatible_with([2]):
+        raise _error(f"seed is {seed.shape}; it must be [2]")
+    return tf.cast(seed, tf.int64)
+
+
 @tf.RegisterGradient("TfOps>DotProductAttention")
 def _gradient(op, doutput, dlse):
     if _is_zeros(dlse):
@@ -241,17 +292,19 @@ def _is_zeros(x):
 
 
 def _composite_gradients(op, doutput, dlse, query, key, value, bias, *others):
-    """The gradients of attention by query, key, value and bias, in stock TensorFlow."""
-    by = [query, key, value] + [bias] * (bias.shape.rank != 1)
+    """The gradients of attention by query, key, value, sink and bias, in stock TensorFlow."""
+    sink = others[3]
+    by = [query, key, value, sink] + [bias] * (bias.shape.rank != 1)
     with tf.GradientTape() as tape:
         tape.watch(by)
-        output, lse = _composite(op, query, key, value, bias, *others[:3])
+        output, lse = _composite(op, query, key, value, bias, *others[:5])
         # Where lse is -inf it has no gradient, whatever its cotangent.
         outputs = [output] if dlse.shape.rank == 1 else [output, lse]
-    return tape.gradient(outputs, by, [doutput, dlse][: len(outputs)])
+    gradients = tape.gradient(outputs, by, [doutput, dlse][: len(outputs)])
+    return [sink if by[i] is sink and g is None else g for i, g in enumerate(gradients)]
 
 
-def _composite(op, query, key, value, bias, mask, query_lengths, key_lengths):
+def _composite(op, query, key, value, bias, mask, query_lengths, key_lengths, sink, seed):
     groups = tf.shape(query)[2] // tf.maximum(tf.shape(key)[2], 1)
     key, value = tf.repeat(key, groups, axis=2), tf.repeat(value, groups, axis=2)
     visible = _visible(op, query, key, mask, query_lengths, key_lengths)
@@ -271,11 +324,51 @@ def _composite(op, query, key, value, bias, mask, query_lengths, key_lengths):
     if bias.shape.rank != 1:
         x += bias
     x = tf.where(visible, x, -math.inf)
-    largest = tf.stop_gradient(tf.where(sees, tf.reduce_max(x, 3, keepdims=True), 0))
+    # No sink is one of -inf.
+    sink = tf.fill([tf.shape(query)[2]], -math.inf) if sink.shape == [0] else sink
+    sink = tf.cast(sink, x.dtype)[:, None, None]
+    some = sees | (sink > -math.inf)
+    largest = tf.maximum(tf.where(sees, tf.reduce_max(x, 3, keepdims=True), -math.inf), sink)
+    largest = tf.stop_gradient(tf.where(some, largest, 0))
     e = tf.where(visible, tf.exp(tf.where(visible, x - largest, 0)), 0)
-    total = tf.where(sees, tf.reduce_sum(e, 3, keepdims=True), 1)
-    lse = tf.where(sees, largest + tf.math.log(total), -math.inf)
-    return tf.einsum("bhij,bjhd->bihd", e / total, value), lse[..., 0]
+    total = tf.reduce_sum(e, 3, keepdims=True) + tf.exp(sink - largest)
+    total = tf.where(some, total, 1)
+    lse = tf.where(some, largest + tf.math.log(total), -math.inf)
+    weights = e / total
+    rate = op.get_attr("dropout_rate")
+    if rate:
+        weights *= tf.cast(_dropout(rate, seed, tf.shape(x)), x.dtype)
+    return tf.einsum("bhij,bjhd->bihd", weights, value), lse[..., 0]
+
+
+def _dropout(rate, seed, shape):
+    """What multiplies the weights: attention_dropout.h in stock TensorFlow, float32."""
+    low = lambda x: tf.bitwise.bitwise_and(x, 0xFFFFFFFF)
+    high = lambda x: low(tf.bitwise.right_shift(x, tf.constant(32, tf.int64)))
+    xor = tf.bitwise.bitwise_xor
+
+    def philox(counter, key):
+        c, k = counter, key
+        for _ in range(7):
+            a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+            c = (
+                xor(xor(high(b), c[1]), k[0]),
+                low(b),
+                xor(xor(high(a), c[3]), k[1]),
+                low(a),
+            )
+            k = low(k[0] + 0x9E3779B9), low(k[1] + 0xBB67AE85)
+        return c
+
+    none = tf.zeros([], tf.int64)
+    *key, salt, _ = philox((low(seed[1]), high(seed[1]), none, none), (low(seed[0]), high(seed[0])))
+    batch, heads, seq_q, seq_k = tf.unstack(tf.cast(shape, tf.int64))
+    blocks = tf.range((seq_k + 3) // 4)
+    head = tf.reshape(tf.range(batch * heads), [batch, heads, 1, 1])
+    words = tf.stack(philox((blocks, tf.range(seq_q)[:, None], head, salt), key), 4)
+    words = tf.reshape(words, [batch, heads, seq_q, -1])[..., :seq_k]
+    threshold = int(rate * 2**32 + 0.5)
+    return tf.where(words >= threshold, 2**32 / (2**32 - threshold), 0.0)
 
 
 def _visible(op, query, key, mask, query_lengths, key_lengths):
@@ -288,10 +381,17 @@ def _visible(op, query, key, mask, query_lengths, key_lengths):
     )
     num_q, num_k = length(query_lengths, seq_q), length(key_lengths, seq_k)
     visible = tf.broadcast_to((i < num_q) & (j < num_k), [batch, heads, seq_q, seq_k])
+    beside = j - i - (num_k - num_q if op.get_attr("bottom_right") else 0)
+    left, right = op.get_attr("window_left"), op.get_attr("window_right")
     if op.get_attr("is_causal"):
-        visible &= j <= i + (num_k - num_q if op.get_attr("bottom_right") else 0)
+        right = 0
+    # A window beyond int32 hides nothing.
+    if 0 <= left < tf.int32.max:
+        visible &= beside >= -left
+    if 0 <= right < tf.int32.max:
+        visible &= beside <= right
     return visible if mask.shape.rank == 1 else visible & mask
 
 
-register_second_order("TfOps>DotProductAttentionGrad", lambda *x: _composite_gradients(*x)[:3])
-register_second_order("TfOps>DotProductAttentionBiasGrad", lambda *x: _composite_gradients(*x)[3])
+register_second_order("TfOps>DotProductAttentionGrad", lambda *x: _composite_gradients(*x)[:4])
+register_second_order("TfOps>DotProductAttentionBiasGrad", lambda *x: _composite_gradients(*x)[4])

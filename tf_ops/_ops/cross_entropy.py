@@ -51,14 +51,22 @@ def sparse_softmax_cross_entropy(
     labels = tf.convert_to_tensor(labels)
     logits = tf.convert_to_tensor(logits)
     _check_tensors(labels, logits)
-    attributes = _attributes(ignore_class, label_smoothing, z_loss, logits_soft_cap)
+    options = attributes(ignore_class, label_smoothing, z_loss, logits_soft_cap)
+    check_reduction(reduction)
+    loss = library.tf_ops_sparse_softmax_cross_entropy(labels=labels, logits=logits, **options)
+    return reduced(loss.loss, labels, ignore_class, reduction)
+
+
+def check_reduction(reduction):
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f'reduction must be "none", "mean" or "sum"; it is {reduction!r}')
 
-    loss = library.tf_ops_sparse_softmax_cross_entropy(labels=labels, logits=logits, **attributes)
+
+def reduced(loss, labels, ignore_class, reduction):
+    """The losses of all tokens, their sum, or their mean over what is not ignored."""
     if reduction == "none":
-        return loss.loss
-    total = tf.reduce_sum(loss.loss)
+        return loss
+    total = tf.reduce_sum(loss)
     if reduction == "sum":
         return total
     if ignore_class is None:
@@ -88,20 +96,20 @@ def _check_tensors(labels, logits):
         )
 
 
-def _attributes(ignore_class, label_smoothing, z_loss, logits_soft_cap):
+def attributes(ignore_class, label_smoothing, z_loss, logits_soft_cap):
     """The options as attributes of the op."""
-    attributes = {
+    options = {
         "label_smoothing": _number("label_smoothing", label_smoothing, 0, 1),
         "z_loss": _number("z_loss", z_loss, 0, tf.float32.max),
     }
     if logits_soft_cap is not None:
-        attributes["soft_cap"] = _number("logits_soft_cap", logits_soft_cap, 1e-30, 1e30)
+        options["soft_cap"] = _number("logits_soft_cap", logits_soft_cap, 1e-30, 1e30)
     if ignore_class is not None:
         if not hasattr(ignore_class, "__index__") or not -(2**63) <= ignore_class < 2**63:
             raise ValueError(f"ignore_class must be None or an int64; it is {ignore_class!r}")
-        attributes["ignore_class"] = operator.index(ignore_class)
-        attributes["has_ignore_class"] = True
-    return attributes
+        options["ignore_class"] = operator.index(ignore_class)
+        options["has_ignore_class"] = True
+    return options
 
 
 def _number(name, value, smallest, largest):
@@ -132,11 +140,13 @@ def _gradient(op, dloss, *_):
     return None, dlogits
 
 
-def _gradient_formula(op, dloss, labels, logits, *_):
+def gradient_formula(options, dloss, labels, logits):
     """dlogits; max and log_sum are computed again, as functions of the logits."""
-    _, ignore_class, smoothing, z_loss, soft_cap = (op.get_attr(name) for name in _OPTIONS)
+    ignore_class = options.get("ignore_class", 0) if options.get("has_ignore_class") else None
+    smoothing, z_loss = options["label_smoothing"], options["z_loss"]
+    soft_cap = options.get("soft_cap")
     dloss, label = dloss[..., tf.newaxis], labels[..., tf.newaxis]
-    if op.get_attr("has_ignore_class"):
+    if ignore_class is not None:
         kept = tf.not_equal(tf.cast(label, tf.int64), ignore_class)
         logits = tf.where(kept, logits, 0)
     x = soft_cap * tf.tanh(logits / soft_cap) if soft_cap else logits
@@ -146,7 +156,12 @@ def _gradient_formula(op, dloss, labels, logits, *_):
     dlogits = dloss * (tf.nn.softmax(x) * (1 + 2 * z_loss * lse) - target)
     if soft_cap:
         dlogits *= 1 - (x / soft_cap) ** 2
-    return tf.where(kept, dlogits, 0) if op.get_attr("has_ignore_class") else dlogits
+    return dlogits if ignore_class is None else tf.where(kept, dlogits, 0)
 
 
-register_second_order("TfOps>SparseSoftmaxCrossEntropyGrad", _gradient_formula)
+register_second_order(
+    "TfOps>SparseSoftmaxCrossEntropyGrad",
+    lambda op, dloss, labels, logits, *_: gradient_formula(
+        {name: op.get_attr(name) for name in _OPTIONS}, dloss, labels, logits
+    ),
+)

@@ -10,11 +10,15 @@ if keras.backend.backend() != "tensorflow":
     )
 
 from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention
+from tf_ops.layers.glu import GatedLinearUnit
+from tf_ops.layers.linear_cross_entropy import LinearCrossEntropy
 from tf_ops.layers.normalization import LayerNormalization, RMSNormalization
 
 __all__ = [
+    "GatedLinearUnit",
     "GroupQueryAttention",
     "LayerNormalization",
+    "LinearCrossEntropy",
     "MultiHeadAttention",
     "RMSNormalization",
 ]

@@ -20,8 +20,9 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
     never expanded to [batch, seq_q, seq_k].
 
     The stock computation serves inputs that are not of rank 3, `attention_axes`,
-    `return_attention_scores`, dropout while training, heads larger than 256, and dtype
-    policies that do not compute in float32, float16 or bfloat16.
+    `return_attention_scores`, heads larger than 256, and dtype policies that do not compute in
+    float32, float16 or bfloat16. Dropout drops other weights than the stock layer's, at the same
+    rate and from the same seed variable.
     """
 
     def call(
@@ -39,7 +40,7 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
     ):
         if (
             return_attention_scores
-            or (training and self._dropout > 0.0)
+            or self._dropout >= 1.0
             or self._attention_axes != (1,)
             or max(self._key_dim, self._value_dim) > MAX_HEAD_DIM
             or not _has_served_inputs(self, query, value, key)
@@ -71,7 +72,8 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
             key_masks=(value_mask, key_mask),
             attention_mask=attention_mask,
             is_causal=use_causal_mask,
-            has_window=self._sliding_window is not None,
+            window=self._sliding_window,
+            dropout_rate=self._dropout if training else 0.0,
             has_gate=self._use_gate,
         )
         if query_mask is not None:
@@ -102,7 +104,7 @@ class GroupedQueryAttention(keras.layers.GroupQueryAttention):
     ):
         if (
             return_attention_scores
-            or (training and self.dropout > 0.0)
+            or self.dropout >= 1.0
             or self.head_dim > MAX_HEAD_DIM
             or not _has_served_inputs(self, query, value, key)
         ):
@@ -127,7 +129,8 @@ class GroupedQueryAttention(keras.layers.GroupQueryAttention):
             key_masks=(value_mask, key_mask),
             attention_mask=attention_mask,
             is_causal=use_causal_mask,
-            has_window=self.sliding_window is not None,
+            window=self.sliding_window,
+            dropout_rate=self.dropout if training else 0.0,
             has_gate=self.use_gate,
         )
 
@@ -151,14 +154,13 @@ def _attention(
     key_masks,
     attention_mask,
     is_causal,
-    has_window,
+    window,
+    dropout_rate,
     has_gate,
 ):
     """Projects, attends, projects back: [batch, seq_q, features]."""
     # Each in four dimensions or in the last two, so that they broadcast together.
     masks = [tf.cast(x, tf.bool)[:, None, None, :] for x in key_masks if x is not None]
-    if has_window:
-        masks.append(layer._compute_sliding_window_mask(query, value)[0])
     if attention_mask is not None:
         attention_mask = tf.cast(attention_mask, tf.bool)
         masks.append(attention_mask[:, None] if len(attention_mask.shape) == 3 else attention_mask)
@@ -169,6 +171,9 @@ def _attention(
         layer._value_dense(value),
         mask=functools.reduce(tf.logical_and, masks) if masks else None,
         is_causal=is_causal,
+        local_window_size=None if window is None else window - 1,  # Keras counts the key itself.
+        dropout_rate=dropout_rate,
+        seed=layer._dropout_layer.seed_generator.next() if dropout_rate else None,
     )
     if query_mask is not None:
         # Within the attention it would expand the mask of the keys to [seq_q, seq_k].

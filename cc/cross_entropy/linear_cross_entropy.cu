@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sums of the gradients; what a block's logits give is in cross_entropy.cu.
+#include <algorithm>
+
+#include "cc/common/cuda.cuh"
+#include "cc/cross_entropy/linear_cross_entropy.h"
+
+namespace tf_ops {
+namespace {
+
+constexpr int kThreads = 256;
+
+// As many blocks as keep the GPU busy; each thread takes several items.
+unsigned Grid(int64_t items) {
+  const int64_t blocks = (items + kThreads - 1) / kThreads;
+  return std::clamp<int64_t>(blocks, 1, 16 * CurrentDevice().multiprocessors);
+}
+
+// kSize elements by one instruction, where their addresses allow it.
+template <typename T, int kSize>
+struct alignas(sizeof(T) * kSize) Pack {
+  T x[kSize];
+};
+
+template <typename... Pointers>
+bool Aligned(int64_t size, Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % size == 0) && ...);
+}
+
+// Four elements to a thread. No __restrict__: out may be sum.
+template <typename T, int kSize>
+__global__ void __launch_bounds__(kThreads)
+    LinearCrossEntropyHiddenGradKernel(const float* sum, const T* addend, int64_t packs,
+                                       float* out) {
+  const int64_t stride = int64_t{kThreads} * gridDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < packs; i += stride) {
+    auto s = reinterpret_cast<const Pack<float, kSize>*>(sum)[i];
+    const auto a = reinterpret_cast<const Pack<T, kSize>*>(addend)[i];
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) s.x[e] += float(a.x[e]);
+    reinterpret_cast<Pack<float, kSize>*>(out)[i] = s;
+  }
+}
+
+// Packs of the block go to their rows of `whole`. Their size divides those of the rows, but where
+// in a row they start is known here only.
+template <typename From, typename To, int kSize>
+__global__ void __launch_bounds__(kThreads)
+    LinearCrossEntropyKernelGradKernel(const From* block, const int64_t* span, KernelGradProblem p,
+                                       To* whole) {
+  const int64_t first = span[0] * p.unit, stride = int64_t{kThreads} * gridDim.x;
+  if (span[0] < 0 || span[0] > p.last) return;
+  const bool aligned = first % kSize == 0;
+  const int64_t packs_per_row = p.width / kSize, packs = p.rows * packs_per_row;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < packs; i += stride) {
+    const int64_t row = i / packs_per_row, pack = i % packs_per_row;
+    const auto in = reinterpret_cast<const Pack<From, kSize>*>(block)[i];
+    Pack<To, kSize> out;
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) out.x[e] = To(float(in.x[e]));
+    To* target = whole + row * p.cols + first + pack * kSize;
+    if (aligned) {
+      *reinterpret_cast<Pack<To, kSize>*>(target) = out;
+    } else {
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) target[e] = out.x[e];
+    }
+  }
+}
+
+}  // namespace
+
+Status LinearCrossEntropyHiddenGrad(Gpu gpu, TensorView sum, TensorView addend,
+                                    TensorView new_sum) {
+  if (Status s = CheckHiddenGrad(sum, addend, new_sum); !s.ok() || sum.size() == 0) return s;
+  return DispatchType<float, half, bf16>("linear_cross_entropy", addend.dtype, [&](auto t) {
+    using T = decltype(t);
+    const auto launch = [&](auto size) {
+      const int64_t packs = sum.size() / size;
+      LinearCrossEntropyHiddenGradKernel<T, size><<<Grid(packs), kThreads, 0, gpu.stream>>>(
+          sum.as<const float>(), addend.as<const T>(), packs, new_sum.as<float>());
+      return CudaStatus();
+    };
+    const bool whole = sum.size() % 4 == 0 && Aligned(16, sum.data, new_sum.data) &&
+                       Aligned(4 * sizeof(T), addend.data);
+    return whole ? launch(std::integral_constant<int, 4>{})
+                 : launch(std::integral_constant<int, 1>{});
+  });
+}
+
+Status LinearCrossEntropyKernelGrad(Gpu gpu, TensorView whole, TensorView block, TensorView span,
+                                    bool transpose_kernel, TensorView new_whole) {
+  KernelGradProblem p;
+  if (Status s = DescribeKernelGrad(whole, block, span, transpose_kernel, new_whole, &p); !s.ok()) {
+    return s;
+  }
+  if (new_whole.data != whole.data && whole.bytes() > 0) {
+    cudaMemcpyAsync(new_whole.data, whole.data, whole.bytes(), cudaMemcpyDeviceToDevice,
+                    gpu.stream);
+  }
+  if (block.size() == 0) return CudaStatus();
+  return DispatchType<float, half, bf16>("linear_cross_entropy", whole.dtype, [&](auto to) {
+    using To = decltype(to);
+    return DispatchType<float, half, bf16>("linear_cross_entropy", block.dtype, [&](auto from) {
+      using From = decltype(from);
+      const auto launch = [&](auto size) {
+        LinearCrossEntropyKernelGradKernel<From, To, size>
+            <<<Grid(block.size() / size), kThreads, 0, gpu.stream>>>(
+                block.as<const From>(), span.as<const int64_t>(), p, new_whole.as<To>());
+        return CudaStatus();
+      };
+      const bool packed = p.width % 4 == 0 && p.cols % 4 == 0 &&
+                          Aligned(4 * sizeof(From), block.data) &&
+                          Aligned(4 * sizeof(To), new_whole.data);
+      return packed ? launch(std::integral_constant<int, 4>{})
+                    : launch(std::integral_constant<int, 1>{});
+    });
+  });
+}
+
+}  // namespace tf_ops
