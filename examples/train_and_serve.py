@@ -38,12 +38,16 @@ OURS, STOCK = "tf_ops", "stock Keras"
 PARTS = {
     OURS: {
         "normalization": tf_ops.layers.RMSNormalization,
+        "rotary": lambda query, key: tf_ops.rotary_embedding((query, key)),
         "attention": tf_ops.dot_product_attention,
+        "gated_linear_unit": tf_ops.gated_linear_unit,
         "loss": tf_ops.losses.SparseSoftmaxCrossEntropy(),
     },
     STOCK: {
         "normalization": keras.layers.RMSNormalization,
+        "rotary": lambda query, key: (rotate(query), rotate(key)),
         "attention": keras.ops.dot_product_attention,
+        "gated_linear_unit": lambda gate, up: keras.ops.silu(gate) * up,
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     },
 }
@@ -100,22 +104,22 @@ class DecoderBlock(keras.layers.Layer):
     Args:
         d_model: int, width of x.
         heads, kv_heads: int, heads of the queries, and of the keys and values they share.
-        normalization: class of the normalization layers.
-        attention: function that is called like keras.ops.dot_product_attention.
+        parts: one of PARTS.
     """
 
-    def __init__(self, d_model, heads, kv_heads, normalization, attention, **kwargs):
+    def __init__(self, d_model, heads, kv_heads, parts, **kwargs):
         super().__init__(**kwargs)
-        self.attention, self.head_dim = attention, d_model // heads
+        self.rotary, self.attention = parts["rotary"], parts["attention"]
+        self.gated_linear_unit, self.head_dim = parts["gated_linear_unit"], d_model // heads
 
-        def dense(units, activation=None):
-            return keras.layers.Dense(units, activation, use_bias=False)
+        def dense(units):
+            return keras.layers.Dense(units, use_bias=False)
 
-        self.attention_norm, self.mlp_norm = normalization(), normalization()
+        self.attention_norm, self.mlp_norm = parts["normalization"](), parts["normalization"]()
         self.query = dense(heads * self.head_dim)
         self.key, self.value = dense(kv_heads * self.head_dim), dense(kv_heads * self.head_dim)
         self.output_projection = dense(d_model)
-        self.gate, self.up = dense(3 * d_model, "silu"), dense(3 * d_model)
+        self.gate, self.up = dense(3 * d_model), dense(3 * d_model)
         self.down = dense(d_model)
 
     def call(self, x):
@@ -125,21 +129,21 @@ class DecoderBlock(keras.layers.Layer):
             tf.reshape(dense(y), [batch, seq, dense.units // self.head_dim, self.head_dim])
             for dense in (self.query, self.key, self.value)
         )
-        y = self.attention(rotate(query), rotate(key), value, is_causal=True)
+        y = self.attention(*self.rotary(query, key), value, is_causal=True)
         x += self.output_projection(tf.reshape(y, [batch, seq, self.query.units]))
         y = self.mlp_norm(x)
-        return x + self.down(self.gate(y) * self.up(y))
+        return x + self.down(self.gated_linear_unit(self.gate(y), self.up(y)))
 
 
 def make_model(kind, args):
     """The model: bytes [batch, seq] to logits [batch, seq, 256]."""
-    normalization, attention = PARTS[kind]["normalization"], PARTS[kind]["attention"]
+    parts = PARTS[kind]
     keras.config.set_dtype_policy(args.policy)
     inputs = keras.Input([None], dtype="int32", name="bytes")
     x = keras.layers.Embedding(256, args.d_model, keras.initializers.RandomNormal(stddev=1))(inputs)
     for _ in range(args.layers):
-        x = DecoderBlock(args.d_model, args.heads, args.kv_heads, normalization, attention)(x)
-    logits = keras.layers.Dense(256, use_bias=False, dtype="float32")(normalization()(x))
+        x = DecoderBlock(args.d_model, args.heads, args.kv_heads, parts)(x)
+    logits = keras.layers.Dense(256, use_bias=False, dtype="float32")(parts["normalization"]()(x))
     return keras.Model(inputs, logits)
 
 

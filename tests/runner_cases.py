@@ -373,9 +373,56 @@ def gated_linear_unit_cases():
                 )
 
 
+def rotary_embedding_case(
+    dtype, shape, kv_heads=0, rotary_dim=0, interleaved=False, positions=None, table=None
+):
+    """One rotation and its inverse; `positions` and `table` are shapes."""
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        normal = lambda *shape: rng.standard_normal(shape).astype(dtype)
+        batch, seq, _, head_dim = shape
+        absent = ABSENT.astype(dtype)
+        inputs = [normal(*shape), normal(batch, seq, kv_heads, head_dim) if kv_heads else absent]
+        largest = table[0] if table and len(table) == 2 else 10**6
+        inputs.append(rng.integers(0, largest, positions or 0).astype(np.int32))
+        inputs += [np.float32(rng.standard_normal(table or 0)) for _ in range(2)]
+        outputs = [(x.shape, dtype) for x in inputs[:2]]
+        problem = ""
+        for inverse in (False, True):
+            attributes = [10000.0, 1.5, rotary_dim, interleaved, inverse]
+            problem += compare(
+                kernels, gpu, repeat, "TfOps>RotaryEmbedding", inputs, attributes, outputs
+            )[1]
+        return problem
+
+    return run
+
+
+def rotary_embedding_cases():
+    for (name, dtype), interleaved in itertools.product(FLOATS.items(), (False, True)):
+        at = f"rotary/{name}/{'interleaved' if interleaved else 'halves'}"
+        for dim, rotary_dim in [(2, 0), (64, 0), (128, 0), (80, 32), (72, 16), (33, 20), (34, 34)]:
+            yield (
+                f"{at}/{dim}/{rotary_dim}",
+                rotary_embedding_case(dtype, (2, 7, 5, dim), 2, rotary_dim, interleaved),
+            )
+        shape, more = (2, 7, 9, 64), dict(interleaved=interleaved)
+        yield f"{at}/positions", rotary_embedding_case(dtype, shape, positions=(2, 7), **more)
+        yield f"{at}/shared", rotary_embedding_case(dtype, shape, positions=(7,), **more)
+        for table in [(8, 32), (1, 7, 32), (2, 7, 16)]:
+            given = (2, 7) if len(table) == 2 else None
+            yield (
+                f"{at}/table{list(table)}",
+                rotary_embedding_case(dtype, shape, positions=given, table=table, **more),
+            )
+        yield f"{at}/no_token", rotary_embedding_case(dtype, (2, 0, 3, 8), **more)
+
+
 def cases():
     yield from attention_cases()
     yield from normalization_cases()
     yield from cross_entropy_cases()
     yield from gated_linear_unit_cases()
     yield from linear_cross_entropy_cases()
+    yield from rotary_embedding_cases()

@@ -536,6 +536,42 @@ def test_gated_linear_unit_of_no_such_activation():
         layers.GatedLinearUnit("swish")
 
 
+@pytest.mark.parametrize("policy", [*POLICIES, "float64"])
+@pytest.mark.parametrize("rotary_dim", [None, 6])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding(interleaved, rotary_dim, policy):
+    options = dict(theta=100.0, rotary_dim=rotary_dim, interleaved=interleaved, scaling_factor=2.0)
+    layer = layers.RotaryEmbedding(**options, dtype=policy)
+    exact = layers.RotaryEmbedding(**options, dtype="float64")
+    query, key = (tf.cast(x, layer.compute_dtype) for x in draw((2, 5, 4, 8), (2, 5, 2, 8)))
+    for positions in [None, tf.range(5) + 3, tf.reshape(tf.range(10), [2, 5])]:
+        both = layer((query, key), positions)
+        for y, x in zip([*both, layer(query, positions)], (query, key, query)):
+            assert y.dtype == layer.compute_dtype
+            expected = exact(tf.cast(x, tf.float64), positions)
+            ulp = float(ml_dtypes.finfo(y.dtype.as_numpy_dtype).eps)
+            assert error(y, expected) <= 4 * ulp * np.abs(expected).max()
+    # The formula of the layer itself is that of the kernel.
+    actual = tf_ops.rotary_embedding(tf.cast(query, tf.float32), **options)
+    np.testing.assert_allclose(actual, exact(tf.cast(query, tf.float64)), atol=1e-5)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_rotary_embedding_in_a_saved_model(jit_compile, tmp_path):
+    x, positions = keras.Input([None, 3, 8]), keras.Input([None], dtype="int32")
+    query, key = layers.RotaryEmbedding(theta=100.0)((x, x[:, :, :1]), positions)
+    assert query.shape == (None, None, 3, 8) and key.shape == (None, None, 1, 8)
+    model = keras.Model([x, positions], layers.RotaryEmbedding(name="one")(query * key))
+    model.compile(jit_compile=jit_compile)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.get_layer("one").get_config()["theta"] == 10000.0
+    inputs = [*draw((2, 5, 3, 8)), tf.constant([[0, 1, 2, 3, 9], [5, 6, 7, 8, 9]])]
+    expected = model(inputs)
+    np.testing.assert_array_equal(expected, loaded(inputs))
+    np.testing.assert_allclose(model.predict(inputs, verbose=0), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_symbolic_shapes():
     query, value = keras.Input((None, 12)), keras.Input((7, 12))
     for ours, stock in (

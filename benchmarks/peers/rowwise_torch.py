@@ -39,6 +39,9 @@ DTYPES = {
 }
 
 
+DTYPES_OF_KERNELS = [torch.bfloat16, torch.float16, torch.float32]
+
+
 class View(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -344,6 +347,14 @@ def check_all(name, calls, library):
     return failures
 
 
+def compiled(fn):
+    """fn by torch.compile, its gradient one that can be called again."""
+    from torch._functorch import config
+
+    config.donated_buffer = False
+    return torch.compile(fn)
+
+
 # Gated linear units
 
 ACTIVATIONS = {
@@ -401,10 +412,11 @@ class GatedLinearUnit:
 
 
 def gated_linear_unit_checks():
-    types = [torch.bfloat16, torch.float16, torch.float32]
     shapes = [(1, 1), (3, 7), (37, 64), (199, 65), (33, 1000), (5, 4099), (1025, 1024)]
     shapes += [(8192, 4096), (3, 2**20 + 3)] * GPU
-    for dtype, activation, packed in itertools.product(types, ACTIVATIONS, [False, True]):
+    for dtype, activation, packed in itertools.product(
+        DTYPES_OF_KERNELS, ACTIVATIONS, [False, True]
+    ):
         for shape, unaligned in itertools.product(shapes, [False, True]):
             yield GatedLinearUnit(activation, shape, dtype, packed, unaligned)
 
@@ -461,15 +473,181 @@ def gated_linear_unit_peers(g):
     except ImportError:
         pass
     if GPU and time.time() - START < SECONDS:
-        import torch._functorch.config
-
-        torch._functorch.config.donated_buffer = False
-        peers["torch.compile"] = torch.compile(g.formula)
+        peers["torch.compile"] = compiled(g.formula)
     return peers
 
 
-CHECKS = {"normalization": check_normalization, "glu": check_gated_linear_unit}
-BENCHMARKS = {"normalization": bench_normalization, "glu": bench_gated_linear_unit}
+# Rotary embedding
+
+
+@dataclasses.dataclass
+class RotaryEmbedding:
+    """The rotation of a query and a key, and its gradient, outputs included."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    batch: int = 2
+    seq: int = 37
+    rotary_dim: int = 0  # all
+    interleaved: bool = False
+    positions: tuple = ()  # their shape; (): 0, 1, 2, ...
+    table: tuple = ()  # shape of cos and sin; (): computed
+    unaligned: bool = False
+
+    def __post_init__(self):
+        torch.manual_seed(0)
+        move = lambda t: placed(t, self.unaligned and t.dim() == 4)
+        shapes = [(self.batch, self.seq, h, self.head_dim) for h in (self.heads, self.kv_heads)]
+        shapes = [shape if shape[2] else (0,) for shape in shapes]
+        draw = lambda: [move(torch.randn(s, device=DEVICE).to(self.dtype)) for s in shapes]
+        self.inputs, self.cotangents = draw(), draw()
+        largest = self.table[0] if len(self.table) == 2 else 2**20
+        self.p = torch.randint(largest, self.positions or (0,), device=DEVICE, dtype=torch.int32)
+        self.tables = [torch.randn(self.table or (0,), device=DEVICE) for _ in range(2)]
+        empty = lambda: [move(torch.full_like(t, float("nan"))) for t in self.inputs]
+        self.results, self.gradients = empty(), empty()
+
+    def prepare(self, library):
+        attributes = [10000.0, 1.0, self.rotary_dim, int(self.interleaved)]
+        name, more = "TfOps>RotaryEmbedding", [self.p, *self.tables]
+        return (
+            library.prepare(name, [*self.inputs, *more], [*attributes, 0], self.results),
+            library.prepare(name, [*self.cotangents, *more], [*attributes, 1], self.gradients),
+        )
+
+    def outputs(self):
+        names = ["query", "key", "dquery", "dkey"]
+        return dict(zip(names, [*self.results, *self.gradients]))
+
+    def angles(self, dtype):
+        """cos and sin, [1 or batch, seq, 1, pairs], of float64 angles."""
+        index = torch.arange(self.seq, device=DEVICE) if not self.positions else self.p.long()
+        if self.table:
+            tables = self.tables if len(self.table) == 3 else [t[index] for t in self.tables]
+        else:
+            pairs = (self.rotary_dim or self.head_dim) // 2
+            exponent = torch.arange(pairs, dtype=torch.float64, device=DEVICE) / pairs
+            angle = index.double()[..., None] * 10000.0**-exponent
+            tables = [angle.cos(), angle.sin()]
+        tables = [t.to(dtype)[..., None, :] for t in tables]
+        return [t if t.dim() == 4 else t[None] for t in tables]
+
+    def formula(self, x, cos, sin):
+        n = 2 * cos.shape[-1]
+        first = slice(0, n, 2) if self.interleaved else slice(0, n // 2)
+        second = slice(1, n, 2) if self.interleaved else slice(n // 2, n)
+        a, b = x[..., first], x[..., second]
+        pair = [a * cos - b * sin, b * cos + a * sin]
+        turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
+        return torch.cat([turned, x[..., n:]], -1) if n < x.shape[-1] else turned
+
+    def reference(self, dtype):
+        """The outputs by PyTorch's arithmetic in `dtype`."""
+        cos, sin = self.angles(dtype)
+        turn = lambda x, sin: self.formula(x.to(dtype), cos, sin) if x.numel() else x.to(dtype)
+        values = [turn(x, sin) for x in self.inputs] + [turn(x, -sin) for x in self.cotangents]
+        return dict(zip(self.outputs(), values))
+
+
+def rotary_embedding_checks():
+    for dtype, interleaved in itertools.product(DTYPES_OF_KERNELS, [False, True]):
+        case = lambda *args, **more: RotaryEmbedding(*args, dtype, interleaved=interleaved, **more)
+        for head_dim, rotary_dim in [(2, 0), (34, 0), (64, 0), (128, 0), (256, 0), (80, 32)]:
+            for heads, kv_heads in [(1, 0), (5, 1), (8, 8), (32, 8)]:
+                for unaligned in [False, True]:
+                    more = dict(rotary_dim=rotary_dim, unaligned=unaligned)
+                    yield case(heads, kv_heads, head_dim, positions=(2, 37), **more)
+        for rotary_dim in [2, 24, 66]:
+            yield case(3, 2, 72, rotary_dim=rotary_dim, positions=(37,))
+        for table, positions in [((50, 32), (2, 37)), ((1, 37, 32), ()), ((2, 37, 16), ())]:
+            yield case(4, 2, 64, table=table, positions=positions)
+        yield case(32, 8, 128, batch=1, seq=2049)
+
+
+def check_rotary_embedding(library):
+    failures = check_all("rotary", rotary_embedding_checks(), library)
+    if not GPU:
+        return failures
+    # More than 2^31 elements: the last rows must be right.
+    tail = RotaryEmbedding(16, 1, 128, torch.bfloat16, batch=1, seq=1024)
+    huge = dataclasses.replace(tail)
+    huge.batch = 2**31 // (1024 * 16 * 128) + 2
+    tall = lambda tensors: [t.repeat(huge.batch, 1, 1, 1) for t in tensors]
+    for name in ["inputs", "cotangents", "results", "gradients"]:
+        setattr(huge, name, tall(getattr(tail, name)))
+    for run in (*huge.prepare(library), *tail.prepare(library)):
+        run()
+    good = all(torch.equal(huge.outputs()[k][-1:], v) for k, v in tail.outputs().items())
+    print(f"rotary: {huge.inputs[0].numel()} elements: {'ok' if good else 'FAILED'}", flush=True)
+    return failures + (not good)
+
+
+def bench_rotary_embedding(library, measure):
+    """Yields rows: what, contender, milliseconds, bytes that must move."""
+    shapes = [(8, 2), (32, 8), (64, 8), (32, 32), (1, 1)] if GPU else [(4, 2)]
+    more = dict(batch=4, seq=4096) if GPU else {}
+    for (heads, kv_heads), dim in itertools.product(shapes, [128, 64]):
+        for kind in [{}, dict(interleaved=True), dict(rotary_dim=dim // 2)]:
+            r = RotaryEmbedding(heads, kv_heads, dim, torch.bfloat16, **kind, **more)
+            moved = 2 * sum(x.numel() * x.element_size() for x in r.inputs)
+            name = f"{heads}+{kv_heads} heads of {dim} {' '.join(kind)}".strip()
+            for what, run in zip(("forward", "backward"), r.prepare(library)):
+                yield f"{name} {what}", "ours", measure(run), moved
+            if dim == 64 or (kind and heads != 32):
+                continue
+            for contender, (forward, backward) in rotary_embedding_peers(r).items():
+                yield f"{name} forward", contender, measure(forward), moved
+                yield f"{name} backward", contender, measure(backward), moved
+    # One token for each of some sequences, as when text is written.
+    for batch in [1, 64] if GPU else [2]:
+        r = RotaryEmbedding(32, 8, 128, torch.bfloat16, batch=batch, seq=1, positions=(batch, 1))
+        moved = 2 * sum(x.numel() * x.element_size() for x in r.inputs)
+        yield f"{batch} tokens forward", "ours", measure(r.prepare(library)[0]), moved
+
+
+def rotary_embedding_peers(r):
+    """Name: functions without arguments for forward and backward, cos and sin being given."""
+    cos, sin = (t.to(r.dtype) for t in r.angles(torch.float32))
+    both = lambda q, k: (r.formula(q, cos, sin), r.formula(k, cos, sin))
+
+    def peer(fn):
+        inputs = [x.detach().requires_grad_() for x in r.inputs]
+        y = fn(*inputs)
+        grad = lambda: torch.autograd.grad(y, inputs, r.cotangents, retain_graph=True)
+        return lambda: fn(*inputs), grad
+
+    peers = {"torch": peer(both)}
+    try:
+        from liger_kernel.ops.rope import LigerRopeFunction
+
+        if GPU and not r.interleaved and not r.rotary_dim:
+            # It takes [batch, heads, seq, head_dim] and writes into its inputs.
+            wide = [torch.cat([t, t], -1)[:, :, 0].contiguous() for t in (cos, sin)]
+            views = lambda tensors: [t.detach().clone().transpose(1, 2) for t in tensors]
+            query, key = (t.requires_grad_() for t in views(r.inputs))
+            forward = lambda: LigerRopeFunction.apply(query, key, *wide)
+            y, dy = forward(), views(r.cotangents)
+            grad = lambda: torch.autograd.grad(y, [query, key], dy, retain_graph=True)
+            peers["liger"] = forward, grad
+    except ImportError:
+        pass
+    if GPU and time.time() - START < SECONDS:
+        peers["torch.compile"] = peer(compiled(both))
+    return peers
+
+
+CHECKS = {
+    "normalization": check_normalization,
+    "glu": check_gated_linear_unit,
+    "rotary": check_rotary_embedding,
+}
+BENCHMARKS = {
+    "normalization": bench_normalization,
+    "glu": bench_gated_linear_unit,
+    "rotary": bench_rotary_embedding,
+}
 START = time.time()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras layers: the stock ones of the same name over the kernels of this package."""
+"""Keras layers over the kernels of this package; those of a stock name are like the stock ones."""
 
 import keras
 
@@ -13,6 +13,7 @@ from tf_ops.layers.attention import GroupQueryAttention, MultiHeadAttention
 from tf_ops.layers.glu import GatedLinearUnit
 from tf_ops.layers.linear_cross_entropy import LinearCrossEntropy
 from tf_ops.layers.normalization import LayerNormalization, RMSNormalization
+from tf_ops.layers.rotary import RotaryEmbedding
 
 __all__ = [
     "GatedLinearUnit",
@@ -21,4 +22,5 @@ __all__ = [
     "LinearCrossEntropy",
     "MultiHeadAttention",
     "RMSNormalization",
+    "RotaryEmbedding",
 ]
