@@ -14,6 +14,7 @@ from tf_ops.layers.glu import GatedLinearUnit
 from tf_ops.layers.linear_cross_entropy import LinearCrossEntropy
 from tf_ops.layers.normalization import LayerNormalization, RMSNormalization
 from tf_ops.layers.rotary import RotaryEmbedding
+from tf_ops.layers.transformer import TransformerDecoderBlock
 
 __all__ = [
     "GatedLinearUnit",
@@ -23,4 +24,5 @@ __all__ = [
     "MultiHeadAttention",
     "RMSNormalization",
     "RotaryEmbedding",
+    "TransformerDecoderBlock",
 ]
