@@ -3,8 +3,8 @@
 """Trains a language model on tf_ops and on stock Keras, then serves it without Python.
 
 The model is a byte-level decoder-only Transformer: RMS normalization, rotary position embedding,
-grouped-query attention, a gated MLP. Both halves run the code of this file, start from the same
-weights and see the same batches; they differ in what PARTS says.
+grouped-query attention, a gated MLP. Both models start from the same weights and see the same
+batches; they differ in what PARTS says.
 
     python examples/train_and_serve.py                # on the Python standard library's sources
     python examples/train_and_serve.py --text my.txt --steps 400 --policy mixed_bfloat16
@@ -34,23 +34,6 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 import tf_ops
 
-OURS, STOCK = "tf_ops", "stock Keras"
-PARTS = {
-    OURS: {
-        "normalization": tf_ops.layers.RMSNormalization,
-        "rotary": lambda query, key: tf_ops.rotary_embedding((query, key)),
-        "attention": tf_ops.dot_product_attention,
-        "gated_linear_unit": tf_ops.gated_linear_unit,
-        "loss": tf_ops.losses.SparseSoftmaxCrossEntropy(),
-    },
-    STOCK: {
-        "normalization": keras.layers.RMSNormalization,
-        "rotary": lambda query, key: (rotate(query), rotate(key)),
-        "attention": keras.ops.dot_product_attention,
-        "gated_linear_unit": lambda gate, up: keras.ops.silu(gate) * up,
-        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    },
-}
 PRESETS = {
     "cpu": {"policy": "float32", "layers": 4, "d_model": 128, "heads": 4, "kv_heads": 2,
             "seq": 512, "batch": 8, "steps": 200, "learning_rate": 6e-3},
@@ -98,28 +81,21 @@ def rotate(x):
     return tf.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-class DecoderBlock(keras.layers.Layer):
-    """x += attention(norm(x)), then x += mlp(norm(x)), for x [batch, seq, d_model].
+class TransformerDecoderBlock(keras.layers.Layer):
+    """tf_ops.layers.TransformerDecoderBlock in stock Keras, with the same weights."""
 
-    Args:
-        d_model: int, width of x.
-        heads, kv_heads: int, heads of the queries, and of the keys and values they share.
-        parts: one of PARTS.
-    """
-
-    def __init__(self, d_model, heads, kv_heads, parts, **kwargs):
+    def __init__(self, head_dim, num_query_heads, num_key_value_heads, intermediate_dim, **kwargs):
         super().__init__(**kwargs)
-        self.rotary, self.attention = parts["rotary"], parts["attention"]
-        self.gated_linear_unit, self.head_dim = parts["gated_linear_unit"], d_model // heads
 
-        def dense(units):
-            return keras.layers.Dense(units, use_bias=False)
+        def dense(units, activation=None):
+            return keras.layers.Dense(units, activation, use_bias=False)
 
-        self.attention_norm, self.mlp_norm = parts["normalization"](), parts["normalization"]()
-        self.query = dense(heads * self.head_dim)
-        self.key, self.value = dense(kv_heads * self.head_dim), dense(kv_heads * self.head_dim)
+        self.head_dim, d_model = head_dim, num_query_heads * head_dim
+        self.attention_norm, self.mlp_norm = (keras.layers.RMSNormalization() for _ in range(2))
+        self.query = dense(d_model)
+        self.key, self.value = (dense(num_key_value_heads * head_dim) for _ in range(2))
         self.output_projection = dense(d_model)
-        self.gate, self.up = dense(3 * d_model), dense(3 * d_model)
+        self.gate, self.up = dense(intermediate_dim, "silu"), dense(intermediate_dim)
         self.down = dense(d_model)
 
     def call(self, x):
@@ -129,10 +105,25 @@ class DecoderBlock(keras.layers.Layer):
             tf.reshape(dense(y), [batch, seq, dense.units // self.head_dim, self.head_dim])
             for dense in (self.query, self.key, self.value)
         )
-        y = self.attention(*self.rotary(query, key), value, is_causal=True)
+        y = keras.ops.dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
         x += self.output_projection(tf.reshape(y, [batch, seq, self.query.units]))
         y = self.mlp_norm(x)
-        return x + self.down(self.gated_linear_unit(self.gate(y), self.up(y)))
+        return x + self.down(self.gate(y) * self.up(y))
+
+
+OURS, STOCK = "tf_ops", "stock Keras"
+PARTS = {
+    OURS: {
+        "block": tf_ops.layers.TransformerDecoderBlock,
+        "normalization": tf_ops.layers.RMSNormalization,
+        "loss": tf_ops.losses.SparseSoftmaxCrossEntropy(),
+    },
+    STOCK: {
+        "block": TransformerDecoderBlock,
+        "normalization": keras.layers.RMSNormalization,
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    },
+}
 
 
 def make_model(kind, args):
@@ -142,7 +133,8 @@ def make_model(kind, args):
     inputs = keras.Input([None], dtype="int32", name="bytes")
     x = keras.layers.Embedding(256, args.d_model, keras.initializers.RandomNormal(stddev=1))(inputs)
     for _ in range(args.layers):
-        x = DecoderBlock(args.d_model, args.heads, args.kv_heads, parts)(x)
+        head_dim = args.d_model // args.heads
+        x = parts["block"](head_dim, args.heads, args.kv_heads, 3 * args.d_model)(x)
     logits = keras.layers.Dense(256, use_bias=False, dtype="float32")(parts["normalization"]()(x))
     return keras.Model(inputs, logits)
 
@@ -183,17 +175,22 @@ def memory(field):
     return 1024 * int(status.split(field + ":")[1].split()[0])
 
 
-def train(kind, args, mine, theirs):
-    """Trains one model in this process; leaves its weights and what was measured in --out."""
-    before = memory("VmRSS")
-    model = make_model(kind, args)
-    model.load_weights(args.out / "initial.weights.h5")
+def compile_model(model, kind, args):
+    """Gives the model its loss, and Adam with a rate that rises for a tenth of the steps."""
     warmup = args.steps // 10
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, args.steps - warmup, alpha=0.1, warmup_target=args.learning_rate, warmup_steps=warmup
     )
     optimizer = keras.optimizers.Adam(rate, beta_2=0.95, clipnorm=1.0)
     model.compile(optimizer, PARTS[kind]["loss"])
+
+
+def train(kind, args, mine, theirs):
+    """Trains one model in this process; leaves its weights and what was measured in --out."""
+    before = memory("VmRSS")
+    model = make_model(kind, args)
+    model.load_weights(args.out / "initial.weights.h5")
+    compile_model(model, kind, args)
     turns = Turns(kind, mine, theirs)
     batches = make_batches(read_text(args.text, args.seq), args)
     steps = args.steps // TURNS
@@ -306,14 +303,14 @@ def serve(model, text, compiler, args):
 # ---- Main ----------------------------------------------------------------------------------------
 
 
-def parse_arguments():
+def parse_arguments(description=__doc__.split("\n")[0], parents=(), **defaults):
     """The flags; their defaults are the preset's, and the preset follows the hardware."""
     gpu = bool(tf.config.list_physical_devices("GPU"))
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--preset", choices=PRESETS, default="gpu" if gpu else "cpu")
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0],
-        parents=[first],
+        description=description,
+        parents=[first, *parents],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -323,6 +320,7 @@ def parse_arguments():
     add("--seed", type=int, default=0, help="of weights and batches")
     for name, value in PRESETS[first.parse_known_args()[0].preset].items():
         add("--" + name.replace("_", "-"), type=type(value), default=value, help="of the preset")
+    parser.set_defaults(**defaults)
     args = parser.parse_args()
     if args.steps < TURNS or args.steps % TURNS:
         parser.error(f"--steps {args.steps}: takes a multiple of {TURNS}")

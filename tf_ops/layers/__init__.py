@@ -18,6 +18,7 @@ from tf_ops.layers.normalization import (
     RMSNormalization,
 )
 from tf_ops.layers.rotary import RotaryEmbedding
+from tf_ops.layers.transformer import TransformerDecoderBlock
 
 __all__ = [
     "GatedLinearUnit",
@@ -28,4 +29,5 @@ __all__ = [
     "MultiHeadAttention",
     "RMSNormalization",
     "RotaryEmbedding",
+    "TransformerDecoderBlock",
 ]
