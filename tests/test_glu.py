@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import check, check_rejected, error
+from tests.common import DTYPES, check, check_rejected, error
 from tf_ops import gated_linear_unit
 from tf_ops._library import library
 
@@ -54,10 +54,12 @@ def test_gated_linear_unit(activation, dtype):
         check(run, packed_reference(activation), [packed], dtype, "eager")
 
 
-@pytest.mark.parametrize("activation", STOCK)
+@pytest.mark.parametrize(
+    "activation, dtype",
+    [*(("silu", d) for d in DTYPES), *((a, tf.float32) for a in STOCK if a != "silu")],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
 def test_modes(activation, dtype, mode):
-    if activation != "silu" and dtype != tf.float32:
-        pytest.skip("the kinds of call are shown with silu")
     run = lambda *inputs: gated_linear_unit(*inputs, activation=activation)
     both = lambda gate, up, packed: (run(gate, up), run(packed))
     stock = lambda gate, up, packed: (
