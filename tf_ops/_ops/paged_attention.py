@@ -101,10 +101,7 @@ def _sink(sink, query):
     sink, heads = tf.cast(sink, tf.float32), query.shape[2:3]
     if not sink.shape.is_compatible_with(heads):
         raise _error(f"sink is {sink.shape}; it must be {heads}, the heads of query")
-    # An empty tensor would pass for none. Grappler drops a reshape to a shape that is known.
-    if heads.is_fully_defined():
-        return tf.ensure_shape(sink, heads)
-    return tf.reshape(sink, tf.shape(query)[2:3])
+    return tf.ensure_shape(sink, heads)  # an empty tensor would pass for none
 
 
 def _window_left(size):
