@@ -151,6 +151,13 @@ def attention_cases():
             f"attention/{name}/long",
             attention_case(dtype, seq_q=1, seq_k=239, is_causal=True, bottom_right=True),
         )
+        # Of few queries, keys are split.
+        few = {"seq_k": 600, "lengths": True, "is_causal": True, "bottom_right": True}
+        for seq_q, window in itertools.product((1, 4), ((-1, -1), (300, -1))):
+            yield (
+                f"attention/{name}/few{seq_q}{'/window' * (window[0] > 0)}",
+                attention_case(dtype, seq_q=seq_q, window=window, sink=window[0] > 0, **few),
+            )
         for shape in ((1, 1, 1, 1), (2, 1, 1, 90), (1, 4, 70, 1), (2, 4, 70, 90)):
             yield (
                 f"attention/{name}/bias{list(shape)}",
