@@ -151,11 +151,74 @@ def attention_cases():
             f"attention/{name}/long",
             attention_case(dtype, seq_q=1, seq_k=239, is_causal=True, bottom_right=True),
         )
+        # Of few queries, keys are split.
+        few = {"seq_k": 600, "lengths": True, "is_causal": True, "bottom_right": True}
+        for seq_q, window in itertools.product((1, 4), ((-1, -1), (300, -1))):
+            yield (
+                f"attention/{name}/few{seq_q}{'/window' * (window[0] > 0)}",
+                attention_case(dtype, seq_q=seq_q, window=window, sink=window[0] > 0, **few),
+            )
         for shape in ((1, 1, 1, 1), (2, 1, 1, 90), (1, 4, 70, 1), (2, 4, 70, 90)):
             yield (
                 f"attention/{name}/bias{list(shape)}",
                 attention_case(dtype, bias=shape, is_causal=True),
             )
+
+
+def paged_attention_case(
+    dtype,
+    lengths=(0, 1, 90, 333),
+    page_size=16,
+    seq_q=1,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    value_dim=None,
+    window=-1,
+    soft_cap=0.0,
+    sink=False,
+):
+    """Forward of one attention to pages; entries of the table that are not used name none."""
+    value_dim = head_dim if value_dim is None else value_dim
+
+    def run(kernels, gpu, repeat):
+        rng = np.random.default_rng(0)
+        normal = lambda *shape: rng.standard_normal(shape).astype(dtype)
+        batch, per_row = len(lengths), -(-max(lengths) // page_size) + 1
+        table = rng.permutation(batch * per_row).reshape(batch, per_row).astype(np.int32)
+        for row, length in zip(table, lengths):
+            row[-(-length // page_size) :] = -1
+        inputs = [
+            normal(batch, seq_q, heads, head_dim),
+            normal(batch * per_row, page_size, kv_heads, head_dim),
+            normal(batch * per_row, page_size, kv_heads, value_dim),
+            table,
+            np.int32(lengths),
+            rng.standard_normal(heads).astype(np.float32) if sink else ABSENT,
+        ]
+        attributes = [max(head_dim, 1) ** -0.5, soft_cap, window]
+        outputs = [((batch, seq_q, heads, value_dim), dtype)]
+        return compare(kernels, gpu, repeat, "TfOps>PagedAttention", inputs, attributes, outputs)[1]
+
+    return run
+
+
+def paged_attention_cases():
+    everything = dict(seq_q=3, window=40, soft_cap=5.0, sink=True)
+    for name, dtype in FLOATS.items():
+        at = f"paged_attention/{name}"
+        for page_size in (1, 16, 17, 128):
+            yield f"{at}/page{page_size}", paged_attention_case(dtype, page_size=page_size)
+        for dim in (64, 128, 256, 40, 59):
+            yield f"{at}/d{dim}", paged_attention_case(dtype, head_dim=dim, seq_q=2)
+            yield f"{at}/d{dim}/everything", paged_attention_case(dtype, head_dim=dim, **everything)
+        for group in (1, 3, 17):
+            yield f"{at}/group{group}", paged_attention_case(dtype, heads=2 * group, seq_q=2)
+        yield f"{at}/values_wider", paged_attention_case(dtype, head_dim=33, value_dim=72)
+        # Whole batch rows to a block, and none.
+        many = tuple(range(150))
+        yield f"{at}/many", paged_attention_case(dtype, lengths=many, heads=2)
+        yield f"{at}/no_query", paged_attention_case(dtype, seq_q=0)
 
 
 def cross_entropy_case(
@@ -493,3 +556,4 @@ def cases():
     yield from linear_cross_entropy_cases()
     yield from rotary_embedding_cases()
     yield from softmax_cases()
+    yield from paged_attention_cases()

@@ -18,7 +18,7 @@ def attention(x):
     return _library.library.tf_ops_dot_product_attention(
         query=x, key=x, value=x, bias=none, mask=tf.zeros([0], tf.bool),
         query_seq_lengths=tf.zeros([0], tf.int32), key_value_seq_lengths=tf.zeros([0], tf.int32),
-        scale=1.0).output
+        sink=none, seed=tf.zeros([0], tf.int64), scale=1.0).output
 """
 
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <initializer_list>
 
+#include "cc/attention/attention_decode.h"
 #include "cc/attention/attention_gpu.h"
 
 namespace tf_ops {
@@ -193,10 +194,25 @@ int64_t DotProductAttentionCpuWorkspace(TensorView, TensorView, TensorView, Tens
   return 0;
 }
 
-int64_t DotProductAttentionGpuWorkspace(TensorView, TensorView, TensorView, TensorView, TensorView,
-                                        TensorView, TensorView, TensorView, TensorView, float,
-                                        float, bool, bool, int64_t, int64_t, float) {
-  return 0;
+int64_t DotProductAttentionGpuWorkspace(TensorView query, TensorView key, TensorView value,
+                                        TensorView bias, TensorView mask,
+                                        TensorView query_seq_lengths,
+                                        TensorView key_value_seq_lengths, TensorView sink,
+                                        TensorView seed, float scale, float soft_cap,
+                                        bool is_causal, bool bottom_right, int64_t window_left,
+                                        int64_t window_right, float dropout_rate) {
+  // XLA asks before there are data, which the description has in place of bias and mask.
+  if (bias.present() || mask.present()) return 0;
+  TensorView output = query, lse = {nullptr, DType::kFloat32, 3};
+  if (query.rank == 4) lse.dims = {query.dims[0], query.dims[2], query.dims[1]};
+  if (value.rank == 4) output.dims[3] = value.dims[3];
+  AttentionProblem p;
+  const bool ok =
+      DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
+                        sink, seed, scale, soft_cap, is_causal, bottom_right, window_left,
+                        window_right, dropout_rate, output, lse, &p)
+          .ok();
+  return ok && ServesDecode(p, query.dtype) ? DecodeParts(p, query.dtype, nullptr).bytes() : 0;
 }
 
 int64_t DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView,

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The GPU launchers of attention, and which kernels serve a call:
 //
+//   the output of at most 16 queries
+//     (float32: 4) to 256 keys or more;
+//     no bias, mask or dropout                  attention_decode.cuh
 //   float32                                     attention_simt.cuh
 //   float16, bfloat16                           attention_sm80.cuh
 //     on sm_90: no bias, mask, soft cap,
 //     window, sink or dropout, 16-byte rows;
 //     gradients: head_dim <= 128                attention_sm90_forward.cuh, _backward.cuh
 //   the gradient of the bias                    attention_simt.cuh, attention_sm80_grad.cuh
+#include "cc/attention/attention_decode.h"
 #include "cc/attention/attention_gpu.h"
 #include "cc/attention/attention_pairs.cuh"
 #include "cc/attention/attention_sm90.h"
@@ -88,6 +92,13 @@ Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView
                             window_right, dropout_rate, output, lse, &p);
       !s.ok()) {
     return s;
+  }
+  if (ServesDecode(p, query.dtype)) {
+    return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
+      using T = decltype(zero);
+      return DecodeAttention<T>(gpu, p, KeyPages{}, output.as<T>(), lse.as<float>(),
+                                workspace.data);
+    });
   }
   if (ServesSm90(p, query.dtype, 256, {query.data, key.data, value.data, output.data})) {
     return DispatchSm90<64, 128, 256>(query.dtype, p, [&](auto zero, auto dim) {

@@ -73,6 +73,14 @@ struct DecodeParts {
   }
 };
 
+// Whether these kernels serve a contiguous cache: to queries that one block can take, a key that
+// several heads share is read once, and the keys are long enough to be split. A function of
+// shapes and attributes.
+inline bool ServesDecode(const AttentionProblem& p, DType dtype) {
+  if (p.bias || p.mask || p.dropout_threshold) return false;
+  return p.seq_q <= (dtype == DType::kFloat32 ? 4 : 16) && p.seq_k >= 256;
+}
+
 // The kernels of one type; instances/*_decode.cu. Neither bias, mask nor dropout is served. lse
 // may be null. A page that a query sees and that is none makes its output NaN.
 template <typename T>

@@ -83,7 +83,7 @@ def paged_attention(
         value_pages=value_pages,
         page_table=page_table,
         key_value_seq_lengths=lengths,
-        sink=tf.constant([], tf.float32) if sink is None else tf.cast(sink, tf.float32),
+        sink=_sink(sink, query),
         scale=math.nan if scale is None else float(scale),
         soft_cap=float(attn_logits_soft_cap or 0.0),
         window_left=_window_left(local_window_size),
@@ -92,6 +92,16 @@ def paged_attention(
 
 def _error(message):
     return ValueError(f"paged_attention: {message}")
+
+
+def _sink(sink, query):
+    """Returns float32 [heads], or the [0] that stands for none."""
+    if sink is None:
+        return tf.constant([], tf.float32)
+    sink, heads = tf.cast(sink, tf.float32), query.shape[2:3]
+    if not sink.shape.is_compatible_with(heads):
+        raise _error(f"sink is {sink.shape}; it must be {heads}, the heads of query")
+    return tf.ensure_shape(sink, heads)  # an empty tensor would pass for none
 
 
 def _window_left(size):
