@@ -340,12 +340,13 @@ def test_normalization_is_that_of_stock(case):
     assert is_fused(layer, *draw(shape))
 
 
-@pytest.mark.parametrize("name", ["RMSNormalization", "LayerNormalization"])
+@pytest.mark.parametrize("name", ["RMSNormalization", "LayerNormalization", "GroupNormalization"])
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_normalization_policies(name, policy):
-    check_layer(name, {}, draw((3, 5, 40)), policy)
+    config = {"groups": 4} if name == "GroupNormalization" else {}
+    check_layer(name, config, draw((3, 5, 40)), policy)
     # The input is the caller's dtype where stock does not cast it.
-    check_layer(name, {}, [tf.cast(x, tf.bfloat16) for x in draw((3, 5, 40))], policy)
+    check_layer(name, config, [tf.cast(x, tf.bfloat16) for x in draw((3, 5, 40))], policy)
 
 
 @pytest.mark.parametrize("name", ["RMSNormalization", "LayerNormalization"])
@@ -388,6 +389,7 @@ ALL = [
     (*GQA, {"dropout": 0.1, "use_gate": True, "kernel_regularizer": "l2"}),
     ("RMSNormalization", {}, {"axis": [-1], "epsilon": 1e-4}),
     ("LayerNormalization", {}, {"axis": [-2, -1], "center": False}),
+    ("GroupNormalization", {"groups": 4}, {"axis": 1, "scale": False}),
 ]
 
 

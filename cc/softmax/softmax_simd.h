@@ -34,7 +34,13 @@ TF_OPS_INLINE Floats Visible(const T* x, const bool* mask, float scale, Whole wh
     if constexpr (!kMask) return v;
     Bytes bytes;
     __builtin_memcpy(&bytes, mask, sizeof bytes);
+// GCC widens the bytes piece by piece.
+#if TF_OPS_ISA == 3
+    return (Floats)_mm512_mask_mov_ps(
+        (__m512)Set(-INFINITY), _mm_test_epi8_mask((__m128i)bytes, (__m128i)bytes), (__m512)v);
+#else
     return __builtin_convertvector(bytes, Ints) != 0 ? v : Set(-INFINITY);
+#endif
   }
   for (int i = 0; i < kLanes; ++i) {
     if (i >= n || (kMask && !mask[i])) v[i] = -INFINITY;
