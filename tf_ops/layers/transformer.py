@@ -5,19 +5,11 @@ import keras
 import tensorflow as tf
 
 from tf_ops._ops.attention import MAX_HEAD_DIM, dot_product_attention
+from tf_ops._ops.cache import update_cache
 from tf_ops.layers._dtypes import is_served
 from tf_ops.layers.glu import GatedLinearUnit
 from tf_ops.layers.normalization import RMSNormalization
 from tf_ops.layers.rotary import RotaryEmbedding
-
-
-def update_cache(key_cache, value_cache, key, value, positions):  # TEMPORARY
-    for cache, x in ((key_cache, key), (value_cache, value)):
-        batch, seq = tf.shape(x)[0], tf.shape(x)[1]
-        rows = tf.broadcast_to(tf.range(batch)[:, None], [batch, seq])
-        indices = tf.stack([rows, positions[:, None] + tf.range(seq)], -1)
-        cache.assign(tf.tensor_scatter_nd_update(cache, indices, x))
-
 
 # Arguments that the config holds as they are.
 _OPTIONS = ("head_dim", "num_query_heads", "num_key_value_heads", "intermediate_dim", "activation")
@@ -179,6 +171,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
             query, key = self.rotary_embedding((query, key))
             lengths = None
         else:
+            cache = self._variables(cache)
             positions = tf.cast(positions, tf.int32)
             query, key = self.rotary_embedding((query, key), positions[:, None] + tf.range(seq))
             update_cache(*cache, key, value, positions)
@@ -203,6 +196,13 @@ class TransformerDecoderBlock(keras.layers.Layer):
         else:
             y = self._stock_attention(query, key, value, dropout_rate, **options)
         return self.output_projection(tf.reshape(y, [batch, seq, self.query.units]))
+
+    def _variables(self, cache):
+        cache = [x.value if isinstance(x, keras.Variable) else x for x in cache]
+        # Keras has cast, to a tensor, a variable of another dtype.
+        if len(cache) != 2 or not all(isinstance(x, tf.Variable) for x in cache):
+            raise _error(f"cache must be two variables, (key, value), of {self.compute_dtype}")
+        return cache
 
     def _stock_attention(self, query, key, value, dropout_rate, mask, attn_logits_soft_cap):
         """The formula in stock operations."""
