@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras layer of a decoder block, for training and for generation with a cache."""
 
+import operator
+
 import keras
 import tensorflow as tf
 
 from tf_ops._ops.attention import MAX_HEAD_DIM, dot_product_attention
 from tf_ops._ops.cache import update_cache
+from tf_ops._ops.normalization import rms_normalization
 from tf_ops.layers._dtypes import is_served
 from tf_ops.layers.glu import GatedLinearUnit
 from tf_ops.layers.normalization import RMSNormalization
@@ -105,6 +108,8 @@ class TransformerDecoderBlock(keras.layers.Layer):
             )
         if not 0.0 <= dropout < 1.0:
             raise _error(f"dropout is {dropout}; it must be in [0, 1)")
+        if local_window_size is not None and not 0 <= operator.index(local_window_size):
+            raise _error(f"local_window_size is {local_window_size}; it must be None or at least 0")
         self.supports_masking = True
         self.head_dim = head_dim
         self.num_query_heads = num_query_heads
@@ -155,8 +160,15 @@ class TransformerDecoderBlock(keras.layers.Layer):
             raise _error("takes both cache and positions, or neither")
         if cache is not None and not is_served(self.compute_dtype):
             raise _error(f"takes no cache where it computes in {self.compute_dtype}")
-        x = x + self._attend(x, mask, cache, positions, self.dropout if training else 0.0)
-        y = self.mlp_norm(x)
+        y = self._attend(x, mask, cache, positions, self.dropout if training else 0.0)
+        if is_served(self.compute_dtype):
+            # The numbers of the other branch, in one pass over memory.
+            y, x = rms_normalization(
+                y, self.mlp_norm.scale, epsilon=self.epsilon, residual=x, return_residual=True
+            )
+        else:
+            x = x + y
+            y = self.mlp_norm(x)
         return x + self.down(self.gated_linear_unit(self.gate(y), self.up(y)))
 
     def _attend(self, x, mask, cache, positions, dropout_rate):
