@@ -132,8 +132,8 @@ def make_model(kind, args):
     keras.config.set_dtype_policy(args.policy)
     inputs = keras.Input([None], dtype="int32", name="bytes")
     x = keras.layers.Embedding(256, args.d_model, keras.initializers.RandomNormal(stddev=1))(inputs)
+    head_dim = args.d_model // args.heads
     for _ in range(args.layers):
-        head_dim = args.d_model // args.heads
         x = parts["block"](head_dim, args.heads, args.kv_heads, 3 * args.d_model)(x)
     logits = keras.layers.Dense(256, use_bias=False, dtype="float32")(parts["normalization"]()(x))
     return keras.Model(inputs, logits)

@@ -10,6 +10,9 @@ import sys
 
 import numpy as np
 import pytest
+import tensorflow as tf
+
+import tf_ops  # noqa: F401  registers the ops
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -45,6 +48,40 @@ def test_train_and_serve(tmp_path):
         assert len(json.loads((tmp_path / f"{kind}.json").read_text())["losses"]) == 10
         assert any(line.startswith(kind) and len(line.split()) >= 8 for line in lines)
     assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_generate(tmp_path):
+    flags = {"preset": "cpu", "steps": 10, "layers": 1, "d-model": 32, "seq": 32, "batch": 2}
+    command = [sys.executable, EXAMPLES / "generate.py", f"--text={EXAMPLES}", "--count=12"]
+    command += [f"--{name}={value}" for name, value in flags.items()] + [f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    rates = [line for line in lines if line.startswith(("tf_ops, ", "stock Keras, "))]
+    assert len(rates) == 6 and all(float(line.split()[-1]) > 0 for line in rates)
+    assert "All wrote the same." in lines
+    assert any("wrote the same in a fresh process" in line for line in lines)
+    # A step is all that the signature does.
+    signature = tf.saved_model.load(tmp_path / "generator").signatures["serving_default"]
+    shapes = {name: x.shape for name, x in signature.structured_input_signature[1].items()}
+    assert shapes == {"tokens": [1], "positions": [1]}
+    assert signature.structured_outputs["logits"].shape == [1, 256]
+
+
+def test_another_token_stops_it(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from generate import check_tokens
+
+    args = argparse.Namespace(policy="float32", gpu=False)
+    logits = np.random.default_rng(0).normal(size=(2, 3, 256))
+    expected = logits.argmax(-1)
+    check_tokens("same", expected.copy(), expected, logits, args)
+    tokens = expected.copy()
+    tokens[1, 2] += 1
+    with pytest.raises(SystemExit, match="DIFFERENT token, number 2"):
+        check_tokens("fault", tokens, expected, logits, args)
+    logits[1, 2, tokens[1, 2]] = logits[1, 2].max() - 1e-6
+    check_tokens("tie", tokens, expected, logits, args)
 
 
 @pytest.mark.parametrize("fault", ["shifted", "nan", "another choice"])

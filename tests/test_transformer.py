@@ -215,6 +215,14 @@ def test_rows_at_positions_of_their_own():
     assert np.isnan(cache[0][:, 12:]).all() and np.isfinite(cache[0][:, :8]).all()
 
 
+def test_cache_of_keras_variables():
+    block, x = make_block(), draw(BATCH, SEQ, FEATURES)
+    cache = [keras.Variable(variable.value()) for variable in make_cache(block)]
+    y = block(x, cache=cache, positions=[0, 0])
+    np.testing.assert_allclose(y, block(x), 1e-5, 1e-5)
+    assert np.isfinite(cache[1][:, :SEQ]).all()
+
+
 def test_greedy_tokens_are_those_of_full_recomputation():
     keras.utils.set_random_seed(0)
     embedding = keras.layers.Embedding(30, FEATURES, keras.initializers.RandomNormal(stddev=1))
@@ -247,7 +255,10 @@ def test_unfit_arguments():
         block(x, cache=make_cache(block))
     with pytest.raises(ValueError, match="both cache and positions"):
         block(x, positions=[0, 0])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="positions"):
+    for cache in (make_cache(make_block("bfloat16")), make_cache(block)[:1], (x, x)):
+        with pytest.raises(ValueError, match="two variables, .key, value., of float32"):
+            block(x, cache=cache, positions=[0, 0])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="positions must be in"):
         block(x, cache=make_cache(block), positions=[0, MAX_SEQ])
 
 

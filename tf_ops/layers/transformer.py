@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras layer of a decoder block, for training and for generation with a cache."""
 
+import operator
+
 import keras
 import tensorflow as tf
 
 from tf_ops._ops.attention import MAX_HEAD_DIM, dot_product_attention
+from tf_ops._ops.cache import update_cache
+from tf_ops._ops.normalization import rms_normalization
 from tf_ops.layers._dtypes import is_served
 from tf_ops.layers.glu import GatedLinearUnit
 from tf_ops.layers.normalization import RMSNormalization
 from tf_ops.layers.rotary import RotaryEmbedding
-
-
-def update_cache(key_cache, value_cache, key, value, positions):  # TEMPORARY
-    for cache, x in ((key_cache, key), (value_cache, value)):
-        batch, seq = tf.shape(x)[0], tf.shape(x)[1]
-        rows = tf.broadcast_to(tf.range(batch)[:, None], [batch, seq])
-        indices = tf.stack([rows, positions[:, None] + tf.range(seq)], -1)
-        cache.assign(tf.tensor_scatter_nd_update(cache, indices, x))
-
 
 # Arguments that the config holds as they are.
 _OPTIONS = ("head_dim", "num_query_heads", "num_key_value_heads", "intermediate_dim", "activation")
@@ -113,6 +108,8 @@ class TransformerDecoderBlock(keras.layers.Layer):
             )
         if not 0.0 <= dropout < 1.0:
             raise _error(f"dropout is {dropout}; it must be in [0, 1)")
+        if local_window_size is not None and not 0 <= operator.index(local_window_size):
+            raise _error(f"local_window_size is {local_window_size}; it must be None or at least 0")
         self.supports_masking = True
         self.head_dim = head_dim
         self.num_query_heads = num_query_heads
@@ -163,8 +160,15 @@ class TransformerDecoderBlock(keras.layers.Layer):
             raise _error("takes both cache and positions, or neither")
         if cache is not None and not is_served(self.compute_dtype):
             raise _error(f"takes no cache where it computes in {self.compute_dtype}")
-        x = x + self._attend(x, mask, cache, positions, self.dropout if training else 0.0)
-        y = self.mlp_norm(x)
+        y = self._attend(x, mask, cache, positions, self.dropout if training else 0.0)
+        if is_served(self.compute_dtype):
+            # The numbers of the other branch, in one pass over memory.
+            y, x = rms_normalization(
+                y, self.mlp_norm.scale, epsilon=self.epsilon, residual=x, return_residual=True
+            )
+        else:
+            x = x + y
+            y = self.mlp_norm(x)
         return x + self.down(self.gated_linear_unit(self.gate(y), self.up(y)))
 
     def _attend(self, x, mask, cache, positions, dropout_rate):
@@ -179,6 +183,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
             query, key = self.rotary_embedding((query, key))
             lengths = None
         else:
+            cache = self._variables(cache)
             positions = tf.cast(positions, tf.int32)
             query, key = self.rotary_embedding((query, key), positions[:, None] + tf.range(seq))
             update_cache(*cache, key, value, positions)
@@ -203,6 +208,13 @@ class TransformerDecoderBlock(keras.layers.Layer):
         else:
             y = self._stock_attention(query, key, value, dropout_rate, **options)
         return self.output_projection(tf.reshape(y, [batch, seq, self.query.units]))
+
+    def _variables(self, cache):
+        cache = [x.value if isinstance(x, keras.Variable) else x for x in cache]
+        # Keras has cast, to a tensor, a variable of another dtype.
+        if len(cache) != 2 or not all(isinstance(x, tf.Variable) for x in cache):
+            raise _error(f"cache must be two variables, (key, value), of {self.compute_dtype}")
+        return cache
 
     def _stock_attention(self, query, key, value, dropout_rate, mask, attn_logits_soft_cap):
         """The formula in stock operations."""
