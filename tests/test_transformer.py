@@ -250,6 +250,8 @@ def test_unfit_arguments():
         make_block(head_dim=260)
     with pytest.raises(ValueError, match=r"dropout is 1.0; it must be in \[0, 1\)"):
         make_block(dropout=1.0)
+    with pytest.raises(ValueError, match="local_window_size is -1; it must be None or at least 0"):
+        make_block(local_window_size=-1)
     block, x = make_block(), draw(BATCH, 1, FEATURES)
     with pytest.raises(ValueError, match="both cache and positions"):
         block(x, cache=make_cache(block))
