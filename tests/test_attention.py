@@ -7,6 +7,7 @@ import math
 import random
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -711,8 +712,10 @@ def test_sink_of_minus_infinity_is_none(dtype):
     query, key, value = draw(*[(2, 9, 2, 8)] * 3, dtype=dtype)
     options = {"key_value_seq_lengths": [0, 7], "return_lse": True}
     with_sink = dot_product_attention(query, key, value, sink=[-math.inf] * 2, **options)
+    # On Hopper other kernels serve 16-bit calls with a sink: the same but for rounding.
     for a, b in zip(with_sink, dot_product_attention(query, key, value, **options)):
-        np.testing.assert_array_equal(a, b)
+        ulp = float(ml_dtypes.finfo(a.dtype.as_numpy_dtype).eps)
+        np.testing.assert_allclose(*(tf.cast(x, tf.float64) for x in (a, b)), 4 * ulp, 4 * ulp)
 
 
 def test_a_row_without_a_key_has_the_sink_as_lse(dtype, mode):

@@ -506,8 +506,9 @@ def test_fit_with_dropout():
     for a, b in zip(ours[2], stock[2], strict=True):
         np.testing.assert_array_equal(a, b)
     again, compiled = (fitted(layers, "float32", xla, 0.3) for xla in (False, True))
+    # Other masks would differ by far more than stock's sums on a GPU, which have no fixed order.
     for a, b in zip(tf.nest.flatten(again), tf.nest.flatten(ours), strict=True):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
     np.testing.assert_allclose(compiled[0], ours[0], 1e-4)
 
 

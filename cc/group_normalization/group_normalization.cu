@@ -203,20 +203,32 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread per channel adds up the samples, in order.
+constexpr int kColumns = 32, kSlices = 16;
+
+// The kSlices warps of a block share the samples of 32 channels.
 template <typename W>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kColumns* kSlices)
     GroupNormalizationWeightGradKernel(GroupNormalizationProblem p) {
-  for (int64_t c = int64_t{blockIdx.x} * kThreads + threadIdx.x; c < p.channels;
-       c += int64_t{kThreads} * gridDim.x) {
-    float dgamma = 0.0f, dbeta = 0.0f;
-    for (int64_t n = 0; n < p.samples; ++n) {
+  __shared__ float sums[2][kSlices][kColumns];
+  const int64_t c = int64_t{blockIdx.x} * kColumns + threadIdx.x;
+  float dgamma = 0.0f, dbeta = 0.0f;
+  if (c < p.channels) {
+#pragma unroll 4
+    for (int64_t n = threadIdx.y; n < p.samples; n += kSlices) {
       dgamma += p.sum_dy_xhat[n * p.channels + c];
       dbeta += p.sum_dy[n * p.channels + c];
     }
-    if (p.dgamma) static_cast<W*>(p.dgamma)[c] = W(dgamma);
-    if (p.dbeta) static_cast<W*>(p.dbeta)[c] = W(dbeta);
   }
+  sums[0][threadIdx.y][threadIdx.x] = dgamma;
+  sums[1][threadIdx.y][threadIdx.x] = dbeta;
+  __syncthreads();
+  if (threadIdx.y > 0 || c >= p.channels) return;
+  for (int i = 1; i < kSlices; ++i) {
+    dgamma += sums[0][i][threadIdx.x];
+    dbeta += sums[1][i][threadIdx.x];
+  }
+  if (p.dgamma) static_cast<W*>(p.dgamma)[c] = W(dgamma);
+  if (p.dbeta) static_cast<W*>(p.dbeta)[c] = W(dbeta);
 }
 
 // Calls f(T{}, kVec, std::bool_constant<channels come last>{}): vectors of 16 bytes where the
@@ -283,9 +295,8 @@ Status GroupNormalizationGrad(Gpu gpu, TensorView dy, TensorView x, TensorView g
   if (!status.ok() || (!p.dgamma && !p.dbeta)) return status;
   return DispatchType<float, half, bf16>(
       "group_normalization", p.float_weights ? DType::kFloat32 : x.dtype, [&](auto w) {
-        const int64_t blocks = (p.channels + kThreads - 1) / kThreads;
         GroupNormalizationWeightGradKernel<decltype(w)>
-            <<<std::min<int64_t>(blocks, 65535), kThreads, 0, gpu.stream>>>(p);
+            <<<(p.channels + kColumns - 1) / kColumns, dim3(kColumns, kSlices), 0, gpu.stream>>>(p);
         return CudaStatus();
       });
 }
