@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(GradShape<Layout>::kBlock, 1)
   }
 }
 
-// False: this device has no such kernel.
+// False: this device has no such kernel, or not the shared memory for it.
 template <typename T, bool kMean, int kVec, typename Layout>
 bool LaunchGrad(Gpu gpu, const NormalizationProblem& p, int64_t* parts) {
   using Shape = GradShape<Layout>;
@@ -292,6 +292,14 @@ bool LaunchGrad(Gpu gpu, const NormalizationProblem& p, int64_t* parts) {
   cluster.val.clusterDim = {kCluster, 1, 1};
   config.attrs = &cluster;
   config.numAttrs = kCluster > 1 ? 1 : 0;
+  constexpr size_t kStatic = 1024;  // at most
+  int number, most_shared;
+  if (cudaGetDevice(&number) != cudaSuccess ||
+      cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, number) !=
+          cudaSuccess) {
+    return true;  // CudaStatus() tells
+  }
+  if (config.dynamicSmemBytes + kStatic > size_t(most_shared)) return false;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                        int(config.dynamicSmemBytes));
   int at_once = device.multiprocessors;
@@ -416,6 +424,9 @@ Status SumParts(Gpu gpu, const NormalizationProblem& p, int64_t parts) {
 
 Status NormalizeGrad(Gpu gpu, const NormalizationProblem& p) {
   if (p.rows == 0) return SumParts(gpu, p, 0);
+  if (p.groups > INT32_MAX / 8) {  // a grid holds 2^31 blocks, of which a row takes up to 8
+    return InvalidArgument("normalization: the weights have more than 2^28 rows");
+  }
   return DispatchVectors(p, {p.dy, p.ds, p.x, p.scale, p.dx}, [&](auto t, auto mean, auto vec) {
     using T = decltype(t);
     constexpr bool kMean = decltype(mean)::value;
