@@ -264,12 +264,6 @@ __device__ void TakeOutNonFinite(T* values, const float (&weights)[1][2][4],
   __syncwarp();
 }
 
-template <int kPending>
-__device__ void WaitForCopyGroups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 template <typename T, int kDim, typename Keys>
 __global__ void __launch_bounds__(DecodeTile<kDim>::kWarps * 32)
     DecodeKernel(const __grid_constant__ DecodeProblem d) {

@@ -16,10 +16,6 @@ namespace tf_ops {
 constexpr int kPanelCols = 64;
 constexpr int kPanelRowBytes = 128;
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // ---- mbarriers: a phase ends when all arrivals and all announced bytes are in.
 
 __device__ __forceinline__ void BarrierInit(uint64_t* barrier, int arrivals) {

@@ -11,10 +11,6 @@
 
 namespace tf_ops {
 
-__device__ inline uint32_t SharedAddress(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
-
 // kBytes (8 or 16) from global to shared memory, asynchronously; zeros unless `valid`.
 template <int kBytes>
 __device__ void CopyAsync(uint32_t to, const void* from, bool valid) {

@@ -122,3 +122,33 @@ TF_OPS_INLINE Floats Tanh(Floats x) {
   const Floats signed_y = x < 0.0f ? -y : y;
   return x == x ? signed_y : x;
 }
+
+// kLanes elements, and the first n < kLanes of them.
+struct Whole {};
+struct Part {
+  int n;
+};
+
+template <typename T>
+TF_OPS_INLINE Floats Get(const T* p, Whole) {
+  return Load(p);
+}
+template <typename T>
+TF_OPS_INLINE Floats Get(const T* p, Part part) {
+  return LoadPartial(p, part.n);
+}
+template <typename T>
+TF_OPS_INLINE void Put(T* p, Floats v, Whole) {
+  Store(p, v);
+}
+template <typename T>
+TF_OPS_INLINE void Put(T* p, Floats v, Part part) {
+  StorePartial(p, v, part.n);
+}
+
+template <typename F>
+TF_OPS_INLINE void ForVectors(int64_t begin, int64_t end, const F& f) {
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) f(i, Whole{});
+  if (i < end) f(i, Part{int(end - i)});
+}

@@ -3,32 +3,6 @@
 // sample whose groups are whole or of which it is a part; in it, lanes are channels where these
 // come last, else places.
 
-struct Whole {};
-struct Part {
-  int n;
-};
-template <typename T>
-TF_OPS_INLINE Floats Get(const T* p, Whole) {
-  return Load(p);
-}
-template <typename T>
-TF_OPS_INLINE Floats Get(const T* p, Part part) {
-  return LoadPartial(p, part.n);
-}
-template <typename T>
-TF_OPS_INLINE void Put(T* p, Floats v, Whole) {
-  Store(p, v);
-}
-template <typename T>
-TF_OPS_INLINE void Put(T* p, Floats v, Part part) {
-  StorePartial(p, v, part.n);
-}
-template <typename F>
-TF_OPS_INLINE void ForVectors(int64_t n, const F& f) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) f(i, Whole{});
-  if (i < n) f(i, Part{int(n - i)});
-}
 TF_OPS_INLINE Floats Clear(Floats v, Whole) { return v; }
 TF_OPS_INLINE Floats Clear(Floats v, Part part) {
   for (int i = part.n; i < kLanes; ++i) v[i] = 0.0f;
@@ -54,7 +28,7 @@ TF_OPS_INLINE void SumByChannel(const GroupNormalizationProblem& p, int64_t samp
         for (int64_t c = 0; c < count; ++c) block[k][c] = 0.0f;
       }
       for (int64_t o = begin; o < end; ++o) {
-        ForVectors(count, [&](int64_t c, auto n) __attribute__((always_inline)) {
+        ForVectors(0, count, [&](int64_t c, auto n) __attribute__((always_inline)) {
           Floats v[kValues];
           value(base + o * stride + c, c, n, v);
           for (int k = 0; k < kValues; ++k) Put(block[k] + c, Get(block[k] + c, n) + v[k], n);
@@ -80,7 +54,7 @@ TF_OPS_INLINE void SumByChannel(const GroupNormalizationProblem& p, int64_t samp
               for (int k = 0; k < kValues; ++k) sum[u][k] += v[k];
             }
           }
-          ForVectors(end - i, [&](int64_t j, auto n) __attribute__((always_inline)) {
+          ForVectors(0, end - i, [&](int64_t j, auto n) __attribute__((always_inline)) {
             value(at + i + j, c, n, v);
             for (int k = 0; k < kValues; ++k) sum[0][k] += Clear(v[k], n);
           });
@@ -101,11 +75,12 @@ TF_OPS_INLINE void ForElements(const GroupNormalizationProblem& p, int64_t sampl
   const int64_t base = sample * p.outer * stride + first * p.inner;
   for (int64_t o = 0; o < p.outer; ++o) {
     if constexpr (kLast) {
-      ForVectors(count, [&](int64_t c, auto n)
-                            __attribute__((always_inline)) { f(base + o * stride + c, c, n); });
+      ForVectors(0, count, [&](int64_t c, auto n) __attribute__((always_inline)) {
+        f(base + o * stride + c, c, n);
+      });
     } else {
       for (int64_t c = 0; c < count; ++c) {
-        ForVectors(p.inner, [&](int64_t i, auto n) __attribute__((always_inline)) {
+        ForVectors(0, p.inner, [&](int64_t i, auto n) __attribute__((always_inline)) {
           f(base + o * stride + c * p.inner + i, c, n);
         });
       }

@@ -18,13 +18,6 @@ __device__ void StartCopy(Vector* to, const Vector* from) {
     *to = *from;
   }
 }
-// Copies started since the last call are one group.
-__device__ void EndGroup() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most `kGroups` groups of this thread are under way.
-template <int kGroups>
-__device__ void WaitForGroups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-}
 
 // What the gradient needs to know of a row.
 struct RowStats {
@@ -152,7 +145,7 @@ __global__ void __launch_bounds__(GradShape<Layout>::kBlock, 1)
       copy(p.x, 1);
       if (p.ds) copy(p.ds, 2);
     }
-    EndGroup();
+    CommitCopies();
     row_ahead += step;
     ahead += stride;
     stage_ahead = stage_ahead == (kStages - 1) * stage ? 0 : stage_ahead + stage;
@@ -182,7 +175,7 @@ __global__ void __launch_bounds__(GradShape<Layout>::kBlock, 1)
     stats_row += step * p.groups;
     if (row_here < rows) next = LoadStats<kMean>(p, stats_row);
     start();
-    WaitForGroups<kStages - 1>();
+    WaitForCopyGroups<kStages - 1>();
 
     const Vector* const from = ring + stage_here;
     float g[kChunks][kVec], xhat[kChunks][kVec];  // g = dy (scale + scale_offset)
@@ -234,7 +227,7 @@ __global__ void __launch_bounds__(GradShape<Layout>::kBlock, 1)
     here += stride;
     stage_here = stage_here == (kStages - 1) * stage ? 0 : stage_here + stage;
   }
-  WaitForGroups<0>();
+  WaitForCopyGroups<0>();
 
   // The block's sums, over its rows in flight, to partial sums number `tensor`, [parts, groups,
   // cols].

@@ -1,36 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows and sums of normalization_cpu.cc. A row is read from memory once, then from cache.
 
-// kLanes elements, and the first n < kLanes of them.
-struct Whole {};
-struct Part {
-  int n;
-};
-
-template <typename T>
-TF_OPS_INLINE Floats Get(const T* p, Whole) {
-  return Load(p);
-}
-template <typename T>
-TF_OPS_INLINE Floats Get(const T* p, Part part) {
-  return LoadPartial(p, part.n);
-}
-template <typename T>
-TF_OPS_INLINE void Put(T* p, Floats v, Whole) {
-  Store(p, v);
-}
-template <typename T>
-TF_OPS_INLINE void Put(T* p, Floats v, Part part) {
-  StorePartial(p, v, part.n);
-}
-
-template <typename F>
-TF_OPS_INLINE void ForVectors(int64_t begin, int64_t end, const F& f) {
-  int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) f(i, Whole{});
-  if (i < end) f(i, Part{int(end - i)});
-}
-
 // The sum of f(i, Whole or Part) over [0, cols). Four sums hide the latency of an addition;
 // blocks keep the rounding errors of long rows small.
 template <typename F>
