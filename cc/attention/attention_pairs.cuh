@@ -65,6 +65,11 @@ struct AttentionPairs {
   __device__ int QueryBegin(int j) const { return max(0, j - last); }
   __device__ int QueryEnd(int j, int columns) const { return min(q_len, j + columns - first); }
 
+  // Whether all keys that query i may see are in one tile of `tile` keys.
+  __device__ bool KeysInOneTile(int i, int tile) const {
+    return KeyBegin(i) / tile == (KeyEnd(i, 1) - 1) / tile;
+  }
+
   // Whether some query of [i, i + rows) does not see some key of [j, j + columns) ...
   __device__ bool HidesSome(int i, int rows, int j, int columns) const {
     return i + rows > q_len || j + columns > k_len || HidesValid(i, rows, j, columns);
@@ -124,12 +129,14 @@ class PairDropout {
 
 __device__ inline bool SeesOneKey(float delta) { return __float_as_uint(delta) == kOneKeyDelta; }
 
-// AttentionRows of a problem: eight lanes to a row of `output`.
+// AttentionRows of a problem: eight lanes to a row of `output`. With a key_tile, the delta of a
+// query whose keys are in one such tile is left without do . o: the kernels that see the tile
+// add the weighted mean of dp, whose rounding is that of the dp it is taken from.
 template <typename T>
 __global__ void __launch_bounds__(256)
     AttentionRowsKernel(const __grid_constant__ AttentionProblem p, const T* doutput,
                         const T* output, const float* lse, const float* dlse, bool aligned,
-                        AttentionRow* rows, float* sink_terms) {
+                        int key_tile, AttentionRow* rows, float* sink_terms) {
   const int64_t row = int64_t(blockIdx.x) * 32 + threadIdx.x / 8;  // [batch, seq_q, heads]
   const int64_t h = row % p.heads, i = row / p.heads % p.seq_q, b = row / p.heads / p.seq_q;
   if (b >= p.batch) return;
@@ -167,6 +174,7 @@ __global__ void __launch_bounds__(256)
   }
   const bool one_key =
       of_lse == 0.0f && !p.sink && pairs.KeyEnd(int(i), 1) - pairs.KeyBegin(int(i)) == 1;
+  if (key_tile > 0 && pairs.KeysInOneTile(int(i), key_tile)) sum = 0.0f;
   const float delta = one_key ? __uint_as_float(kOneKeyDelta) : sum - of_lse;
   rows[at] = empty ? AttentionRow{INFINITY, 0.0f}
                    : AttentionRow{lse[at] * AttentionPairs<T>::kUnit, delta};
@@ -327,12 +335,13 @@ bool RowsAligned(const void* data, int64_t dim) {
 }
 
 template <typename T>
-Status LaunchRows(Gpu gpu, const AttentionProblem& p, const AttentionGradients& g) {
+Status LaunchRows(Gpu gpu, const AttentionProblem& p, const AttentionGradients& g,
+                  int key_tile = 0) {
   const int64_t count = p.batch * p.heads * p.seq_q;
   return Launch(gpu, AttentionRowsKernel<T>, (count + 31) / 32, 256, 0, p,
                 static_cast<const T*>(g.doutput), static_cast<const T*>(g.output), g.lse, g.dlse,
                 RowsAligned<T>(g.doutput, p.value_dim) && RowsAligned<T>(g.output, p.value_dim),
-                g.rows, g.sink_terms);
+                key_tile, g.rows, g.sink_terms);
 }
 
 inline Status LaunchSinkGrad(Gpu gpu, const AttentionProblem& p, const AttentionGradients& g) {

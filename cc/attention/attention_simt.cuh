@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kSimtThreads)
 }
 
 // Of a tile whose operands are in shared memory: weights p, 0 where they are dropped, and
-// gradients ds.
+// gradients ds. A query whose keys are all in this tile has its delta from here.
 template <int kDim, int kR, bool kDropout>
 __device__ void SimtPairGrads(float (&s)[kR][kR], float (&ds)[kR][kR],
                               const AttentionPairs<float>& pairs,
@@ -322,18 +322,33 @@ __device__ void SimtPairGrads(float (&s)[kR][kR], float (&ds)[kR][kR],
   for (int r = 0; r < kR; ++r) {
     const int i = i0 + ty * kR + r;
     const AttentionRow row = i < pairs.q_len ? rows[i] : AttentionRow{INFINITY, 0.0f};
+    float slope[kR], mean = 0.0f;
+    bool visible[kR];
 #pragma unroll
     for (int c = 0; c < kR; ++c) {
       const int j = j0 + tx + c * 16;
-      if (!pairs.Visible(i, j)) {
+      visible[c] = pairs.Visible(i, j);
+      if (!visible[c]) {
         s[r][c] = ds[r][c] = 0.0f;
         continue;
       }
-      float slope;
-      s[r][c] = expf(pairs.Score(s[r][c], i, j, &slope) - row.lse);
-      const float dp = !kept(r, c) ? 0.0f : kDropout ? ds[r][c] * pairs.p.keep_scale : ds[r][c];
-      ds[r][c] = SeesOneKey(row.delta) ? 0.0f : s[r][c] * (dp - row.delta);
-      if (before_cap) ds[r][c] *= slope;
+      s[r][c] = expf(pairs.Score(s[r][c], i, j, &slope[c]) - row.lse);
+      ds[r][c] = !kept(r, c) ? 0.0f : kDropout ? ds[r][c] * pairs.p.keep_scale : ds[r][c];
+      mean += s[r][c] * ds[r][c];
+      if (!before_cap) slope[c] = 1.0f;
+    }
+    float delta = row.delta;
+    if (pairs.KeysInOneTile(i, kR * 16)) {
+      const unsigned lanes = 0xffffu << (threadIdx.x % 32 / 16 * 16);
+#pragma unroll
+      for (int step = 8; step > 0; step /= 2) mean += __shfl_xor_sync(lanes, mean, step);
+      delta += mean;
+    }
+#pragma unroll
+    for (int c = 0; c < kR; ++c) {
+      // What is hidden stays 0 whatever the query's delta is.
+      const bool none = !visible[c] || SeesOneKey(row.delta);
+      ds[r][c] = none ? 0.0f : s[r][c] * (ds[r][c] - delta) * slope[c];
       if (!kept(r, c)) s[r][c] = 0.0f;
     }
   }
@@ -543,7 +558,7 @@ Status Float32Attention<kDim>::Grad(Gpu gpu, const AttentionProblem& p,
                                     const AttentionGradients& g) {
   constexpr int kTile = SimtTile<kDim>::kGrad, kBytes = SimtTile<kDim>::kGradBytes;
   const SimtTensors tensors = DescribeSimt(p, g.doutput);
-  if (Status s = LaunchRows<float>(gpu, p, g); !s.ok()) return s;
+  if (Status s = LaunchRows<float>(gpu, p, g, kTile); !s.ok()) return s;
   if (Status s = LaunchSinkGrad(gpu, p, g); !s.ok()) return s;
   const Status s = Launch(
       gpu,
@@ -562,7 +577,7 @@ template <int kDim>
 Status Float32Attention<kDim>::BiasGrad(Gpu gpu, const AttentionProblem& p,
                                         const AttentionGradients& g) {
   constexpr int kTile = SimtTile<kDim>::kGrad, kBytes = SimtTile<kDim>::kGradBytes;
-  if (Status s = LaunchRows<float>(gpu, p, g); !s.ok()) return s;
+  if (Status s = LaunchRows<float>(gpu, p, g, kTile); !s.ok()) return s;
   const Status s = Launch(
       gpu,
       p.dropout_threshold ? Float32BiasGradKernel<kDim, true> : Float32BiasGradKernel<kDim, false>,
