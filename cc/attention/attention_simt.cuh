@@ -313,8 +313,9 @@ __device__ void SimtPairGrads(float (&s)[kR][kR], float (&ds)[kR][kR],
                               const AttentionPairs<float>& pairs,
                               const PairDropout<kDropout>& dropout, const AttentionRow* rows,
                               const float* queries, const float* keys, const float* upstream,
-                              const float* values, int i0, int j0, bool before_cap) {
+                              const float* values, int64_t h, int i0, int j0, bool before_cap) {
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  const float sink = pairs.p.sink ? pairs.p.sink[h] : -INFINITY;
   SimtProducts<kDim>(s, queries, keys);
   SimtProducts<kDim>(ds, upstream, values);
   const SimtKept<kR, kDropout> kept(dropout, i0, j0);
@@ -322,7 +323,7 @@ __device__ void SimtPairGrads(float (&s)[kR][kR], float (&ds)[kR][kR],
   for (int r = 0; r < kR; ++r) {
     const int i = i0 + ty * kR + r;
     const AttentionRow row = i < pairs.q_len ? rows[i] : AttentionRow{INFINITY, 0.0f};
-    float slope[kR], mean = 0.0f;
+    float slope[kR], sum = 0.0f, mean = 0.0f;
     bool visible[kR];
 #pragma unroll
     for (int c = 0; c < kR; ++c) {
@@ -334,6 +335,7 @@ __device__ void SimtPairGrads(float (&s)[kR][kR], float (&ds)[kR][kR],
       }
       s[r][c] = expf(pairs.Score(s[r][c], i, j, &slope[c]) - row.lse);
       ds[r][c] = !kept(r, c) ? 0.0f : kDropout ? ds[r][c] * pairs.p.keep_scale : ds[r][c];
+      sum += s[r][c];
       mean += s[r][c] * ds[r][c];
       if (!before_cap) slope[c] = 1.0f;
     }
@@ -341,8 +343,13 @@ __device__ void SimtPairGrads(float (&s)[kR][kR], float (&ds)[kR][kR],
     if (pairs.KeysInOneTile(i, kR * 16)) {
       const unsigned lanes = 0xffffu << (threadIdx.x % 32 / 16 * 16);
 #pragma unroll
-      for (int step = 8; step > 0; step /= 2) mean += __shfl_xor_sync(lanes, mean, step);
-      delta += mean;
+      for (int step = 8; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(lanes, sum, step);
+        mean += __shfl_xor_sync(lanes, mean, step);
+      }
+      // Weights of large scores do not add up to 1: all have the error of their lse.
+      sum += expf(sink - row.lse);
+      delta += sum > 0.0f ? mean / sum : 0.0f;
     }
 #pragma unroll
     for (int c = 0; c < kR; ++c) {
@@ -401,7 +408,7 @@ __global__ void __launch_bounds__(kSimtThreads)
       __syncthreads();
       float s[kR][kR], ds[kR][kR];
       SimtPairGrads<kDim>(s, ds, pairs, dropout, rows + (b * p.heads + h) * p.seq_q, queries, keys,
-                          upstream, values, i0, j0, true);
+                          upstream, values, h, i0, j0, true);
       SimtStoreWeights<kTile>(weights, s);
       SimtStoreWeights<kTile>(dweights, ds);
       __syncthreads();
@@ -461,7 +468,7 @@ __global__ void __launch_bounds__(kSimtThreads)
     __syncthreads();
     float s[kR][kR], ds[kR][kR];
     SimtPairGrads<kDim>(s, ds, pairs, dropout, rows + (b * p.heads + h) * p.seq_q, queries, keys,
-                        upstream, values, i0, j0, true);
+                        upstream, values, h, i0, j0, true);
     SimtStoreWeights<kTile>(dweights, ds);
     __syncthreads();
     const bool poisoned = pairs.HidesValid(i0, kTile, j0, kTile) &&
@@ -511,7 +518,7 @@ __global__ void __launch_bounds__(kSimtThreads)
     __syncthreads();
     float s[kR][kR], ds[kR][kR];
     SimtPairGrads<kDim>(s, ds, pairs, dropout, g.rows + (b * p.heads + h) * p.seq_q, queries, keys,
-                        upstream, values, i0, j0, false);
+                        upstream, values, h, i0, j0, false);
 #pragma unroll
     for (int r = 0; r < kR; ++r) {
 #pragma unroll
