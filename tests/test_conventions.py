@@ -20,7 +20,7 @@ SOURCES = {
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in TYPES
 }
-BUILD_FILES = ["Makefile", "BUILD", "cc/BUILD"]
+BUILD_FILES = ["Makefile", "cc/build.mk", "cc/machine.mk", "BUILD", "cc/BUILD"]
 SOURCES |= {name: (ROOT / name).read_text() for name in [*BUILD_FILES, "setup.py", ".ci/run"]}
 FAMILIES = sorted({name.split("/")[1] for name in SOURCES if re.match(r"cc/.*_op\.cc", name)})
 
