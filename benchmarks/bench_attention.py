@@ -4,8 +4,8 @@
 import keras
 import tensorflow as tf
 
-from benchmarks.common import Case, compiled, main, with_gradients
 from tf_ops import dot_product_attention
+from tf_ops.benchmarking import Case, compiled, main, with_gradients
 
 # batch, seq, heads, kv_heads, head_dim, dtype
 ON_CPU = [

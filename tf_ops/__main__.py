@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m tf_ops info: what is loaded, and what serves what."""
+"""python -m tf_ops info | new: what is loaded and serves what; the files of an op of your own."""
 
 import argparse
 import pathlib
 import re
+import sys
 
 import tensorflow as tf
 from tensorflow.python.framework import kernels, ops
 
 import tf_ops
-from tf_ops import _library
+from tf_ops import _library, _scaffold
 
 
 def kernels_of(op):
@@ -57,8 +58,31 @@ def info():
         print(f"{op:42}", *(f"{'yes' if yes else '-':12}" for yes in served))
 
 
+def scaffold(name, package):
+    """Writes an op that works, to be changed into another; with a test and a benchmark."""
+    try:
+        files = _scaffold.write_op(name, package)
+    except ValueError as error:
+        raise SystemExit(f"python -m tf_ops new: {error}") from error
+    print(*(f"  {package / file}" for file in files), sep="\n")
+    print(f"\n{name} computes scale * x * x so far. To build and test it:\n")
+    print(f"  make -C {package} test OP={name} PYTHON={sys.executable}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tf_ops")
     commands = parser.add_subparsers(required=True)
-    commands.add_parser("info", help=info.__doc__).set_defaults(run=info)
-    parser.parse_args().run()
+    command = commands.add_parser("info", help=info.__doc__)
+    command.set_defaults(run=info)
+    command = commands.add_parser("new", help=scaffold.__doc__)
+    command.add_argument("name", help="of the op and its function, such as scaled_square")
+    command.add_argument(
+        "--package",
+        type=pathlib.Path,
+        default=pathlib.Path(),
+        metavar="FOLDER",
+        help="of your package, made if need be; by default this one, or a checkout of tf_ops",
+    )
+    command.set_defaults(run=scaffold)
+    arguments = vars(parser.parse_args())
+    arguments.pop("run")(**arguments)
