@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m tf_ops info | new: what is loaded and serves what; the files of an op of your own."""
+"""python -m tf_ops: info, what is loaded and serves what; bench; new, an op of your own."""
 
 import argparse
+import importlib
 import pathlib
 import re
 import sys
@@ -10,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels, ops
 
 import tf_ops
-from tf_ops import _library, _scaffold
+from tf_ops import _library, _scaffold, benchmarking
 
 
 def kernels_of(op):
@@ -69,11 +70,30 @@ def scaffold(name, package):
     print(f"  make -C {package} test OP={name} PYTHON={sys.executable}")
 
 
+def bench(names, rounds, only, json, plot):
+    """Measures ops beside stock TensorFlow, as a graph and under XLA."""
+    there = {path.stem[6:] for path in pathlib.Path("benchmarks").glob("bench_*.py")}
+    if not there:
+        raise SystemExit("no benchmarks/bench_*.py here: call this in a checkout or a package")
+    unknown = set(names) - there
+    if unknown:
+        raise SystemExit(f"no {', '.join(unknown)} among {', '.join(sorted(there))}")
+    if json and not json.is_dir() and len(names or there) > 1:
+        raise SystemExit(f"--json {json} must be a folder, for there are several benchmarks")
+    for name in names or sorted(there):
+        cases = importlib.import_module(f"benchmarks.bench_{name}").cases()
+        benchmarking.run(name, cases, rounds, only, json, plot)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tf_ops")
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("info", help=info.__doc__)
     command.set_defaults(run=info)
+    command = commands.add_parser("bench", help=bench.__doc__)
+    command.add_argument("names", nargs="*", metavar="OP", help="a family; all by default")
+    benchmarking.add_options(command)
+    command.set_defaults(run=bench)
     command = commands.add_parser("new", help=scaffold.__doc__)
     command.add_argument("name", help="of the op and its function, such as scaled_square")
     command.add_argument(
