@@ -36,7 +36,7 @@ endif
 KIND := CPU and CUDA $(CUDA_VERSION) for $(CUDA_ARCHS)
 CUDA_BUILD := -DTF_OPS_CUDA_BUILD='"cuda=$(CUDA_VERSION) archs=$(subst $(space),$(comma),$(strip $(CUDA_ARCHS)))"'
 else
-KIND := CPU only ($(if $(NVCC),CUDA=0,$(if $(CAPABILITY),no nvcc for the GPU: install it$(comma) or leave PYTHON out,no nvcc)))
+KIND := CPU only ($(if $(NVCC),CUDA=0,$(if $(CAPABILITY),no nvcc for the GPU: install it$(if $(TF_VERSION),$(comma) or leave PYTHON out),no nvcc)))
 endif
 
 # --- Flags ---------------------------------------------------------------------------------------

@@ -82,7 +82,9 @@ model.save(sys.argv[1])
 x = np.float32([[1, 2, 3]])
 print(keras.saving.load_model(sys.argv[1]).predict(x, verbose=0).tolist())
 import tf_ops
-print(tf_ops.gated_linear_unit(np.ones([1, 2], np.float32)).shape)
+inputs = keras.Input([2])
+model = keras.Model(inputs, tf_ops.gated_linear_unit(inputs))  # of the same name
+print(model.predict(x[:, :2], verbose=0).shape)
 """
     output = run(sys.executable, "-c", program, tmp_path / "model.keras", cwd=tmp_path)
     assert output.splitlines() == ["[[2.0, 4.0, 6.0]]", "(1, 1)"]
