@@ -21,7 +21,7 @@ Status ScaledSquare(Gpu gpu, TensorView x, float scale, TensorView y) {
   if (Status s = CheckScaledSquare(x, y); !s.ok()) return s;
   return DispatchType<float, half, bf16>("scaled_square", x.dtype, [&](auto t) {
     using T = decltype(t);
-    return Elementwise(gpu, Value{scale}, y, x.as<T>());
+    return Elementwise(gpu, Value{scale}, {y}, x.as<T>());
   });
 }
 
@@ -30,7 +30,7 @@ Status ScaledSquareGrad(Gpu gpu, TensorView dy, TensorView x, float scale, Tenso
   if (Status s = CheckScaledSquare(x, dx); !s.ok()) return s;
   return DispatchType<float, half, bf16>("scaled_square", x.dtype, [&](auto t) {
     using T = decltype(t);
-    return Elementwise(gpu, Gradient{scale}, dx, dy.as<T>(), x.as<T>());
+    return Elementwise(gpu, Gradient{scale}, {dx}, dy.as<T>(), x.as<T>());
   });
 }
 
