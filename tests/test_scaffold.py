@@ -133,6 +133,8 @@ def test_mistakes_change_nothing(tmp_path, checkout):
         ("two words", "checkout", "a name is words"),
         ("gate", "My-Ops", "'My-Ops': a name is words"),
         ("gate", "full", "holds no package"),
+        ("lambda", "mine", "'lambda': a name is words"),
+        ("gate", "numpy", "numpy is a package already, in "),
     ]:
         with pytest.raises(ValueError, match=message):
             write_op(name, tmp_path / folder)

@@ -4,6 +4,8 @@
 `templates` is a whole package, my_ops, of one op, scaled_square: they are copied and renamed.
 """
 
+import importlib.util
+import keyword
 import pathlib
 import re
 
@@ -77,8 +79,11 @@ def write_op(name, folder):
         package = folder.resolve().name
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} holds no package that was written by this command")
+        known = importlib.util.find_spec(package) if package.isidentifier() else None
+        if known and known.origin:
+            raise ValueError(f"{package} is a package already, in {known.origin}")
     for word in (name, package):
-        if not WORDS.fullmatch(word):
+        if not WORDS.fullmatch(word) or keyword.iskeyword(word):
             raise ValueError(f"{word!r}: a name is words of small letters and digits, like_this")
     renamed = {"scaled_square": name, "my_ops": package}
     renamed |= {camel_case(old): camel_case(new) for old, new in renamed.items()}
