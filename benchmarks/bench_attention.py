@@ -47,6 +47,10 @@ def case(shape, is_causal, gradients):
     )
 
 
-if __name__ == "__main__":
+def cases():
     shapes = ON_GPU if tf.config.list_physical_devices("GPU") else ON_CPU
-    main("attention", [case(s, c, g) for s in shapes for c in (False, True) for g in (False, True)])
+    return [case(s, c, g) for s in shapes for c in (False, True) for g in (False, True)]
+
+
+if __name__ == "__main__":
+    main("attention", cases())

@@ -47,5 +47,9 @@ def case(shape, dtype):
     )
 
 
+def cases():
+    return [case(shape, dtype) for dtype in DTYPES for shape in SHAPES]
+
+
 if __name__ == "__main__":
-    main("paged_attention", [case(shape, dtype) for dtype in DTYPES for shape in SHAPES])
+    main("paged_attention", cases())
