@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tf_ops bench`: what it prints, writes and draws, and how it measures."""
 
+import argparse
 import json
 import os
 import pathlib
@@ -97,7 +98,7 @@ def test_mistakes(folder, monkeypatch, arguments, message):
     monkeypatch.setitem(sys.modules, "benchmarks.bench_twice", module)
     defaults = dict(names=["twice"], rounds=1, only="", json=None, plot=False)
     with pytest.raises(SystemExit, match=message):
-        bench(**defaults | (arguments or {}))
+        bench(argparse.Namespace(**defaults | (arguments or {})))
 
 
 def test_ratio_is_of_one_round_and_the_share_of_the_nearer_limit(monkeypatch, capsys):
