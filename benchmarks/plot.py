@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of benchmarks/results; `python -m benchmarks.plot` draws attention_h200.json."""
+"""Draws benchmarks/results/attention_h200.json: `python -m benchmarks.plot`."""
 
 import json
 import pathlib
