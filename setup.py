@@ -5,7 +5,7 @@ import pathlib
 import re
 import tempfile
 
-from setuptools import Distribution, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 
@@ -30,6 +30,13 @@ with tempfile.TemporaryDirectory() as folder:
     setup(
         distclass=BinaryDistribution,
         cmdclass={"bdist_wheel": AnyPython},
+        # With what an op of the user's own is built from.
+        packages=[*find_packages(include=["tf_ops*"]), "tf_ops.cc"],
+        package_dir={"tf_ops.cc": "cc"},
+        package_data={
+            "tf_ops": ["_tf_ops.so", "templates/**", "templates/.*"],
+            "tf_ops.cc": ["common/*", "*.mk", "exports.lds"],
+        },
         install_requires=[f"tensorflow=={minor}.*"],
         options={"build": {"build_base": folder}},
     )

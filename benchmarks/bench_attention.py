@@ -4,8 +4,8 @@
 import keras
 import tensorflow as tf
 
-from benchmarks.common import Case, compiled, main, with_gradients
 from tf_ops import dot_product_attention
+from tf_ops.benchmarking import Case, compiled, main, with_gradients
 
 # batch, seq, heads, kv_heads, head_dim, dtype
 ON_CPU = [
@@ -47,6 +47,10 @@ def case(shape, is_causal, gradients):
     )
 
 
-if __name__ == "__main__":
+def cases():
     shapes = ON_GPU if tf.config.list_physical_devices("GPU") else ON_CPU
-    main("attention", [case(s, c, g) for s in shapes for c in (False, True) for g in (False, True)])
+    return [case(s, c, g) for s in shapes for c in (False, True) for g in (False, True)]
+
+
+if __name__ == "__main__":
+    main("attention", cases())

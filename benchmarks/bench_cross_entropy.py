@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import tensorflow as tf
 
-from benchmarks.common import Case, compiled, main
 from tf_ops._ops.cross_entropy import sparse_softmax_cross_entropy
+from tf_ops.benchmarking import Case, compiled, main
 
 SHAPES = [
     (1024, 32000, tf.float32),

@@ -3,8 +3,8 @@
 
 import tensorflow as tf
 
-from benchmarks.common import Case, compiled, main, with_gradients
 from tf_ops import gated_linear_unit
+from tf_ops.benchmarking import Case, compiled, main, with_gradients
 
 GPU = bool(tf.config.list_physical_devices("GPU"))
 SHAPES = [(16384, c) for c in (1024, 4096, 8192)] if GPU else [(8, 64), (4096, 1024)]

@@ -4,8 +4,8 @@
 import keras
 import tensorflow as tf
 
-from benchmarks.common import Case, compiled, main, with_gradients
 from tf_ops import group_normalization
+from tf_ops.benchmarking import Case, compiled, main, with_gradients
 
 GPU = bool(tf.config.list_physical_devices("GPU"))
 SHAPES = [((64, 56, 56, 256), -1), ((64, 256, 56, 56), 1)] if GPU else []

@@ -6,8 +6,8 @@ The share is that of three matrix products alone; ours computes four, the logits
 
 import tensorflow as tf
 
-from benchmarks.common import Case, compiled, main
 from tf_ops import linear_cross_entropy
+from tf_ops.benchmarking import Case, compiled, main
 
 SHAPES = [(1024, 256, 32000, tf.float32), (512, 512, 32000, tf.float32)]
 if tf.config.list_physical_devices("GPU"):

@@ -3,8 +3,8 @@
 
 import tensorflow as tf
 
-from benchmarks.common import Case, compiled, main
 from tf_ops import paged_attention
+from tf_ops.benchmarking import Case, compiled, main
 
 GPU = bool(tf.config.list_physical_devices("GPU"))
 # batch, keys, heads, kv_heads, head_dim, page size
@@ -47,5 +47,9 @@ def case(shape, dtype):
     )
 
 
+def cases():
+    return [case(shape, dtype) for dtype in DTYPES for shape in SHAPES]
+
+
 if __name__ == "__main__":
-    main("paged_attention", [case(shape, dtype) for dtype in DTYPES for shape in SHAPES])
+    main("paged_attention", cases())

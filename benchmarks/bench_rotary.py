@@ -3,8 +3,8 @@
 
 import tensorflow as tf
 
-from benchmarks.common import Case, compiled, main
 from tf_ops import rotary_embedding
+from tf_ops.benchmarking import Case, compiled, main
 
 GPU = bool(tf.config.list_physical_devices("GPU"))
 # batch, seq, heads, kv_heads, head_dim

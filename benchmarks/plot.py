@@ -10,6 +10,42 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+COLORS = ["#d0b48a", "#9aa0a6", "#8e6c8a", "#5b9279", "#c46210", "#4a6fa5"]
+
+
+def draw_ratios(table, path):
+    """Draws how many times the time of tf_ops the contenders of a table take, a line for each case.
+
+    Args:
+        table: a benchmarks.tables.Table.
+        path: of the PNG to write.
+    """
+    cases = table.compared()
+    peers = [contender for contender in table.contenders if not contender.startswith("tf_ops")]
+    figure, axis = plt.subplots(figsize=(9, 1.3 + 0.2 * len(cases)))
+    axis.axvline(1, color="#1565c0", linewidth=2.5)
+    for i, contender in enumerate(peers):
+        shift = 0.3 * (i - (len(peers) - 1) / 2) / len(peers)  # equal ones stay visible
+        points = [(table.ratio(case, contender), y + shift) for y, case in enumerate(cases)]
+        points = [point for point in points if point[0]]
+        color = COLORS[i % len(COLORS)]
+        axis.scatter(*zip(*points), s=26, color=color, label=contender, zorder=3)
+    axis.set_xscale("log")
+    low, high = axis.get_xlim()
+    ticks = [t for t in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24) if low <= t <= high]
+    axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set_yticks(range(len(cases)), cases, fontsize=8)
+    axis.set_ylim(len(cases) - 0.5, -0.5)
+    axis.set_xlabel("times the time of tf_ops, which is the line: right of it tf_ops is faster")
+    axis.grid(color="#eeeeee")
+    axis.tick_params(length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=100, bbox_inches="tight")
+    plt.close(figure)
+
+
 NAMES = {"cudnn": ("cuDNN", "#9aa0a6"), "flash": ("FlashAttention 2", "#d0b48a")}
 NAMES["tf_ops"] = ("tf_ops", "#1565c0")
 

@@ -13,11 +13,11 @@ import pytest
 import tensorflow as tf
 
 import tf_ops
-from tests.common import DTYPES, check, check_rejected
 from tests.philox import kept_pairs, philox
 from tf_ops import dot_product_attention
 from tf_ops._library import library
 from tf_ops._ops import attention
+from tf_ops.testing import DTYPES, check, check_rejected
 
 # Arguments that are no inputs of the functions compared.
 STATIC = ("scale", "is_causal", "attn_logits_soft_cap", "causal_alignment", "return_lse")

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import in_mode
 from tf_ops import paged_attention, update_cache
+from tf_ops.testing import in_mode
 
 
 def normal(*shape, dtype=tf.float32, seed=0):

@@ -20,7 +20,7 @@ SOURCES = {
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in TYPES
 }
-BUILD_FILES = ["Makefile", "BUILD", "cc/BUILD"]
+BUILD_FILES = ["Makefile", "cc/build.mk", "cc/machine.mk", "BUILD", "cc/BUILD"]
 SOURCES |= {name: (ROOT / name).read_text() for name in [*BUILD_FILES, "setup.py", ".ci/run"]}
 FAMILIES = sorted({name.split("/")[1] for name in SOURCES if re.match(r"cc/.*_op\.cc", name)})
 
@@ -55,9 +55,11 @@ def family_gaps(family, sources):
     wanted = [f"cc/{family}/{family}.h", f"cc/{family}/{family}_op.cc", f"tf_ops/_ops/{family}.py"]
     wanted += [f"tests/test_{family}.py", f"benchmarks/bench_{family}.py"]
     names = re.findall(r'REGISTER_OP\("([^"]*)"\)', sources.get(wanted[1], ""))
-    return [f"{name} is missing" for name in wanted if name not in sources] + [
-        f"{name} does not start with TfOps>" for name in names if not name.startswith("TfOps>")
-    ]
+    gaps = [f"{name} is missing" for name in wanted if name not in sources]
+    gaps += [f"{name} does not start with TfOps>" for name in names if name[:6] != "TfOps>"]
+    if "def cases():" not in sources.get(wanted[-1], "def cases():"):
+        gaps.append(f"{wanted[-1]} has no cases(), for `python -m tf_ops bench`")
+    return gaps
 
 
 def include_gaps(name, text):
@@ -117,7 +119,8 @@ def test_every_file():
 
 SPDX = "# SPDX-License-Identifier: Apache-2.0\n"
 A = {f"cc/a/{x}": "" for x in ["a.h", "a_op.cc"]}
-A |= dict.fromkeys(["tf_ops/_ops/a.py", "tests/test_a.py", "benchmarks/bench_a.py"], "")
+A |= dict.fromkeys(["tf_ops/_ops/a.py", "tests/test_a.py"], "")
+A |= {"benchmarks/bench_a.py": "def cases():"}
 
 
 @pytest.mark.parametrize(
@@ -130,8 +133,9 @@ A |= dict.fromkeys(["tf_ops/_ops/a.py", "tests/test_a.py", "benchmarks/bench_a.p
         (op_gaps("A", {"CPU"}, {"A"}, {"CPU"}), None),
         (docstring_gaps("TfOps>TwoWords", None), "no public function two_words"),
         (docstring_gaps("TfOps>Len", len), "no public function len with Args"),
-        *((family_gaps("a", {k: "" for k in A if k != name}), name) for name in A),
+        *((family_gaps("a", {k: A[k] for k in A if k != name}), name) for name in A),
         (family_gaps("a", A | {"cc/a/a_op.cc": 'REGISTER_OP("Softmax")'}), "start with TfOps>"),
+        (family_gaps("a", A | {"benchmarks/bench_a.py": "main()"}), "has no cases()"),
         (family_gaps("a", A), None),
         (include_gaps("cc/a/a.h", "#include <cuda_runtime.h>"), "includes cuda_runtime.h"),
         (include_gaps("cc/a/a.cu", '#include "tensorflow/core/x.h"'), "includes tensorflow"),

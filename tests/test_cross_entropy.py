@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import common
-from tests.common import check_rejected, in_mode
+from tf_ops import testing
 from tf_ops._library import library
 from tf_ops._ops.cross_entropy import sparse_softmax_cross_entropy
+from tf_ops.testing import check_rejected, in_mode
 
 OPTIONS = {
     "ignore_class": -100,
@@ -52,7 +52,7 @@ def draw(tokens, classes, dtype, labels_dtype=tf.int32, ignore_class=None, seed=
 
 def check(labels, logits, mode, second_order=False, **options):
     """The error rule, with random cotangents of each token."""
-    common.check(
+    testing.check(
         lambda labels, logits: sparse_softmax_cross_entropy(labels, logits, **options),
         lambda labels, logits: reference(labels, logits, **options),
         [labels, logits],

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import DTYPES, check, check_rejected, error
 from tf_ops import gated_linear_unit
 from tf_ops._library import library
+from tf_ops.testing import DTYPES, check, check_rejected, error
 
 ROOT = pathlib.Path(__file__).parents[1]
 STOCK = {

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import common
-from tests.common import DTYPES, check_rejected, in_mode
+from tf_ops import testing
 from tf_ops._library import library
 from tf_ops._ops.group_normalization import group_normalization
+from tf_ops.testing import DTYPES, check_rejected, in_mode
 
 ROOT = pathlib.Path(__file__).parents[1]
 EPSILON = 1e-3
@@ -39,7 +39,7 @@ def reference(x, gamma=None, beta=None, groups=32, axis=-1, epsilon=EPSILON):
 
 
 def check(shapes, dtype, mode="eager", second_order=False, **options):
-    common.check(
+    testing.check(
         lambda *x: group_normalization(*x, **options),
         lambda *x: reference(*x, **options),
         shapes,
@@ -98,7 +98,7 @@ def test_modes(axis, dtype, mode):
 def test_arguments(given, dtype):
     take = lambda args: dict(zip(given, args))
     for axis in (1, -1):
-        common.check(
+        testing.check(
             lambda x, *w: group_normalization(x, groups=2, axis=axis, **take(w)),
             lambda x, *w: reference(x, groups=2, axis=axis, **take(w)),
             [(3, 8, 8), *[(8,)] * len(given)],

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import tf_ops
-from tests.common import error
 from tests.philox import kept_pairs
 from tf_ops import layers
+from tf_ops.testing import error
 
 # Stock layers that drop masks say so, and so do ours.
 pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask")

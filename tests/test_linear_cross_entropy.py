@@ -11,13 +11,13 @@ import pytest
 import tensorflow as tf
 
 import tf_ops
-from tests import common
-from tests.common import check_rejected, in_mode
 from tests.test_cross_entropy import OPTIONS
 from tests.test_cross_entropy import reference as cross_entropy
+from tf_ops import testing
 from tf_ops._library import library
 from tf_ops._ops import linear_cross_entropy as module
 from tf_ops._ops.linear_cross_entropy import linear_cross_entropy
+from tf_ops.testing import check_rejected, in_mode
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -60,7 +60,7 @@ def draw(tokens, features, classes, dtype, labels_dtype=tf.int32, ignore_class=N
 
 def check(inputs, mode, second_order=False, **options):
     """The error rule, with random cotangents of each token."""
-    common.check(
+    testing.check(
         lambda *x: linear_cross_entropy(*x, **options),
         lambda *x: reference(*x, **options),
         inputs,
@@ -130,7 +130,7 @@ def test_second_order(transposed, dtype, mode, narrow_blocks):
 # Liger#502, #1283: a float32 kernel beside 16-bit hidden states failed, or only without bias.
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_kernel_of_another_dtype(bias, dtype, narrow_blocks):
-    for other in common.DTYPES:
+    for other in testing.DTYPES:
         inputs = draw([21], 12, 30, dtype, kernel_dtype=other, bias=bias)
         check(inputs, "eager")
         _, *gradients = loss_and_gradients(*inputs)

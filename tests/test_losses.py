@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import in_mode
 from tf_ops.losses import SparseSoftmaxCrossEntropy
+from tf_ops.testing import in_mode
 
 CLASSES = 7
 

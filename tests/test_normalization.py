@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import DTYPES, check, check_rejected, in_mode
 from tf_ops import layer_normalization, rms_normalization
 from tf_ops._library import library
+from tf_ops.testing import DTYPES, check, check_rejected, in_mode
 
 ROOT = pathlib.Path(__file__).parents[1]
 EPSILON = 1e-3

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import check_rejected, error, in_mode
 from tf_ops import paged_attention
 from tf_ops._library import library
+from tf_ops.testing import check_rejected, error, in_mode
 
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 129, 300)
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import check, check_rejected, in_mode
 from tf_ops import rotary_embedding
 from tf_ops._library import library
+from tf_ops.testing import check, check_rejected, in_mode
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.common import error
 from tf_ops.layers import TransformerDecoderBlock
+from tf_ops.testing import error
 
 BATCH, SEQ, FEATURES, MAX_SEQ = 2, 13, 24, 20
 CONFIG = {"head_dim": 8, "num_query_heads": 4, "num_key_value_heads": 2, "intermediate_dim": 40}

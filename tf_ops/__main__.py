@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m tf_ops info: what is loaded, and what serves what."""
+"""python -m tf_ops: info, what is loaded and serves what; bench; new, an op of your own."""
 
 import argparse
+import importlib
 import pathlib
 import re
+import sys
 
 import tensorflow as tf
 from tensorflow.python.framework import kernels, ops
 
 import tf_ops
-from tf_ops import _library
+from tf_ops import _bench, _library, _scaffold
 
 
 def kernels_of(op):
@@ -36,7 +38,7 @@ def describe_gpus(cuda):
     return lines or ["none"]
 
 
-def info():
+def info(_):
     """Prints versions, devices, and for each op what serves it."""
     built = _library.build_info()
     print(f"tf_ops      {tf_ops.__version__}, {_library.PATH}")
@@ -57,8 +59,55 @@ def info():
         print(f"{op:42}", *(f"{'yes' if yes else '-':12}" for yes in served))
 
 
-if __name__ == "__main__":
+def scaffold(arguments):
+    """Writes an op that works, to be changed into another; with a test and a benchmark."""
+    name, folder = arguments.name, arguments.package
+    try:
+        files = _scaffold.write_op(name, folder)
+    except ValueError as error:
+        raise SystemExit(f"python -m tf_ops new: {error}") from error
+    print(*(f"  {folder / file}" for file in files), sep="\n")
+    print(f"\n{name} computes scale * x * x so far. To build and test it:\n")
+    print(f"  make -C {folder} test OP={name} PYTHON={sys.executable}")
+
+
+def bench(arguments):
+    """Measures ops beside stock TensorFlow, as a graph and under XLA."""
+    there = {path.stem[6:] for path in pathlib.Path("benchmarks").glob("bench_*.py")}
+    if not there:
+        raise SystemExit("no benchmarks/bench_*.py here: call this in a checkout or a package")
+    names, json = arguments.names or sorted(there), arguments.json
+    unknown = set(names) - there
+    if unknown:
+        raise SystemExit(f"no {', '.join(unknown)} among {', '.join(sorted(there))}")
+    if json and not json.is_dir() and len(names) > 1:
+        raise SystemExit(f"--json {json} must be a folder, for there are several benchmarks")
+    for name in names:
+        cases = importlib.import_module(f"benchmarks.bench_{name}").cases()
+        _bench.run(name, cases, arguments)
+
+
+def main():
     parser = argparse.ArgumentParser(prog="python -m tf_ops")
     commands = parser.add_subparsers(required=True)
     commands.add_parser("info", help=info.__doc__).set_defaults(run=info)
-    parser.parse_args().run()
+    command = commands.add_parser("bench", help=bench.__doc__)
+    command.set_defaults(run=bench)
+    command.add_argument("names", nargs="*", metavar="OP", help="a family; all by default")
+    _bench.add_options(command)
+    command = commands.add_parser("new", help=scaffold.__doc__)
+    command.set_defaults(run=scaffold)
+    command.add_argument("name", help="of the op and its function, such as scaled_square")
+    command.add_argument(
+        "--package",
+        type=pathlib.Path,
+        default=pathlib.Path(),
+        metavar="FOLDER",
+        help="of your package, made if need be; by default this one, or a checkout of tf_ops",
+    )
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_ops._operation import FUNCTIONS
+from tf_ops._operation import FUNCTIONS, name_of
 
 
 @keras.saving.register_keras_serializable(package="tf_ops")
@@ -15,15 +15,16 @@ class Operation(keras.Operation):
     """One call of a tf_ops function in a Keras model.
 
     Args:
-        function: the name of the function.
+        function: the name of the function in FUNCTIONS.
         arguments: dict of its arguments that hold no tensor. The others are those of the call.
         name: the name of the operation; by default that of the function, made unique.
     """
 
     def __init__(self, function, arguments, name=None):
         if name is None:
-            uid = keras.backend.get_uid(function)
-            name = function if uid == 1 else f"{function}_{uid - 1}"
+            name = function.rpartition(".")[2]
+            uid = keras.backend.get_uid(name)
+            name = name if uid == 1 else f"{name}_{uid - 1}"
         super().__init__(name=name)
         self.function = function
         self.arguments = arguments
@@ -46,7 +47,7 @@ def symbolic_call(function, args, kwargs):
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     tensors = {name: value for name, value in arguments.items() if _holds_tensor(value)}
     static = {name: value for name, value in arguments.items() if name not in tensors}
-    return Operation(function.__name__, static)(**tensors)
+    return Operation(name_of(function), static)(**tensors)
 
 
 def _holds_tensor(value):

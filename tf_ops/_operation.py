@@ -6,7 +6,13 @@ import sys
 
 import tensorflow as tf
 
-FUNCTIONS = {}  # The decorated functions, by name: a saved model names them.
+FUNCTIONS = {}  # The decorated functions, by the names that saved models know them by.
+
+
+def name_of(function):
+    """The function's name; that of another package has the package's in front."""
+    package = function.__module__.partition(".")[0]
+    return function.__name__ if package == "tf_ops" else f"{package}.{function.__name__}"
 
 
 def operation(function):
@@ -26,7 +32,7 @@ def operation(function):
             return symbolic_call(function, args, kwargs)
         return function(*args, **kwargs)
 
-    FUNCTIONS[function.__name__] = function
+    FUNCTIONS[name_of(function)] = function
     return call
 
 
