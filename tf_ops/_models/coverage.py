@@ -2,7 +2,6 @@
 """Counts which calls of Keras the kernels served, and why they did not serve the others."""
 
 import collections
-import contextlib
 import threading
 
 _lock = threading.Lock()
@@ -60,12 +59,11 @@ def count(operation, reason=None):
             _counts[operation][reason] += 1
 
 
-@contextlib.contextmanager
-def counted_already():
-    """Within it nothing is counted: the operations inside are parts of a call that has been."""
-    before = getattr(_thread, "paused", False)
-    _thread.paused = True
+def left_to_stock(operation, reason, stock, *args, **kwargs):
+    """Returns `stock(*args, **kwargs)`, counted once, whatever it is made of."""
+    count(operation, reason)
+    before, _thread.paused = getattr(_thread, "paused", False), True
     try:
-        yield
+        return stock(*args, **kwargs)
     finally:
         _thread.paused = before

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras attention layers over the fused kernel."""
 
-import contextlib
 import functools
 
 import keras
 import tensorflow as tf
 
-from tf_ops._models.coverage import count, counted_already
+from tf_ops._models.coverage import count, left_to_stock
 from tf_ops._models.visibility import Visibility
 from tf_ops._ops.attention import MAX_HEAD_DIM, dot_product_attention
 from tf_ops.layers._dtypes import is_served
 
 _OPERATION = "dot_product_attention"
-# A subclass that has its own of these computes something else than the stock layer.
-_PARTS = ("_compute_attention", "_compute_attention_mask", "_masked_softmax")
 
 
 def multi_head_call(stock):
@@ -40,22 +37,23 @@ def multi_head_call(stock):
         reason = reason or _obstacle(self, self._dropout, dims, (query, value, key), 3)
         if self._attention_axes != (1,):
             reason = reason or f"attention_axes is {self._attention_axes}"
-        overrides = _overrides(type(self), keras.layers.MultiHeadAttention)
-        if reason or overrides:
-            with _left_to_stock(reason):
-                return stock(
-                    self,
-                    query,
-                    value,
-                    key=key,
-                    query_mask=query_mask,
-                    value_mask=value_mask,
-                    key_mask=key_mask,
-                    attention_mask=attention_mask,
-                    return_attention_scores=return_attention_scores,
-                    training=training,
-                    use_causal_mask=use_causal_mask,
-                )
+        if reason:
+            return left_to_stock(
+                _OPERATION,
+                reason,
+                stock,
+                self,
+                query,
+                value,
+                key=key,
+                query_mask=query_mask,
+                value_mask=value_mask,
+                key_mask=key_mask,
+                attention_mask=attention_mask,
+                return_attention_scores=return_attention_scores,
+                training=training,
+                use_causal_mask=use_causal_mask,
+            )
         # As in the stock layer: the mask that counts is the one the query carries, and it
         # moves to the output.
         query_mask = getattr(query, "_keras_mask", None)
@@ -103,17 +101,19 @@ def multi_head_compute_attention(stock):
         reason = reason or _obstacle(self, self._dropout, dims, (query, key, value), 4)
         if reason:
             causal = {"use_causal_mask": True} if use_causal_mask else {}
-            with _left_to_stock(reason):
-                return stock(
-                    self,
-                    query,
-                    key,
-                    value,
-                    attention_mask,
-                    training,
-                    return_attention_scores,
-                    **causal,
-                )
+            return left_to_stock(
+                _OPERATION,
+                reason,
+                stock,
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                training,
+                return_attention_scores,
+                **causal,
+            )
         dropout_rate = self._dropout if training else 0.0
         output = attend(
             query,
@@ -149,22 +149,23 @@ def grouped_query_call(stock):
         key = value if key is None else key
         reason = "return_attention_scores" if return_attention_scores else None
         reason = reason or _obstacle(self, self.dropout, (self.head_dim,), (query, value, key), 3)
-        overrides = _overrides(type(self), keras.layers.GroupQueryAttention)
-        if reason or overrides:
-            with _left_to_stock(reason):
-                return stock(
-                    self,
-                    query,
-                    value,
-                    key=key,
-                    query_mask=query_mask,
-                    value_mask=value_mask,
-                    key_mask=key_mask,
-                    attention_mask=attention_mask,
-                    return_attention_scores=return_attention_scores,
-                    training=training,
-                    use_causal_mask=use_causal_mask,
-                )
+        if reason:
+            return left_to_stock(
+                _OPERATION,
+                reason,
+                stock,
+                self,
+                query,
+                value,
+                key=key,
+                query_mask=query_mask,
+                value_mask=value_mask,
+                key_mask=key_mask,
+                attention_mask=attention_mask,
+                return_attention_scores=return_attention_scores,
+                training=training,
+                use_causal_mask=use_causal_mask,
+            )
         return _attention(
             self,
             query,
@@ -249,22 +250,6 @@ def _obstacle(layer, dropout, dims, inputs, rank):
         if len(x.shape) != rank:
             return f"inputs of rank {len(x.shape)}"
     return obstacle(layer.compute_dtype, dims)
-
-
-@functools.lru_cache(maxsize=None)
-def _overrides(cls, stock):
-    return any(getattr(cls, name, None) is not getattr(stock, name, None) for name in _PARTS)
-
-
-@contextlib.contextmanager
-def _left_to_stock(reason):
-    """Counts a call that stock computes; without a reason its parts are counted by themselves."""
-    if reason is None:
-        yield
-    else:
-        count(_OPERATION, reason)
-        with counted_already():
-            yield
 
 
 def _attention(

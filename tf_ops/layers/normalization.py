@@ -5,7 +5,7 @@ import functools
 
 import keras
 
-from tf_ops._models.coverage import count, counted_already
+from tf_ops._models.coverage import count, left_to_stock
 from tf_ops._ops.group_normalization import group_normalization
 from tf_ops._ops.normalization import layer_normalization, rms_normalization
 from tf_ops.layers._dtypes import is_served
@@ -57,13 +57,6 @@ def group_call(stock):
         return keras.ops.cast(outputs, self.compute_dtype)
 
     return call
-
-
-def left_to_stock(operation, reason, stock, *args):
-    """Calls `stock`, and counts it once, whatever it is made of."""
-    count(operation, reason)
-    with counted_already():
-        return stock(*args)
 
 
 def _obstacle(x, axes):
