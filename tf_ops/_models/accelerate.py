@@ -86,7 +86,10 @@ def accelerate(model):
         if reason == _IS_OURS:
             continue
         if reason:
-            if stock or re.search("attention|norm", name, re.IGNORECASE):
+            parts = layer._flatten_layers(include_self=False)
+            if stock or re.search("attention|norm", name, re.IGNORECASE) and not any(
+                known.keys() & set(type(part).__mro__) for part in parts
+            ):
                 report.kept.append((path, name, reason))
             continue
         for method, function in known[stock].made(type(layer)).items():
