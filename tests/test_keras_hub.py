@@ -108,3 +108,172 @@ def served(name):
         and coverage["dot_product_attention"]["served"] == attentions
         and coverage[norm]["served"] >= 2
     )
+
+
+def quadratic_shapes(model, inputs, seq):
+    """The outputs of the operations of a training step that have the sequence twice."""
+
+    @tf.function(autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.cast(model(inputs, training=True), tf.float32))
+        return tape.gradient(loss, [w.value for w in model.trainable_variables])
+
+    graphs = [step.get_concrete_function().graph]
+    shapes = [y.shape for graph in graphs for op in graph.get_operations() for y in op.outputs]
+    return [shape for shape in shapes if shape.rank and list(shape).count(seq) > 1]
+
+
+@pytest.mark.parametrize("way", ["enable", "accelerate"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "mistral", "qwen", "bert"])
+def test_no_mask_of_the_sequence_squared(architectures, name, way):
+    seq = 43
+    a = architectures.build(name, seq=seq)
+    if name == "gemma":  # that a gradient asks for its output
+        a.model.backbone.trainable = True
+    assert quadratic_shapes(a.model, a.inputs, seq)
+    if way == "accelerate":
+        tf_ops.accelerate(a.model)
+        assert not quadratic_shapes(a.model, a.inputs, seq)
+    else:
+        with tf_ops.enable():
+            assert not quadratic_shapes(a.model, a.inputs, seq)
+
+
+def fitted(a, jit_compile):
+    a.model.compile(keras.optimizers.SGD(0.1), a.loss, jit_compile=jit_compile)
+    data = tf.data.Dataset.from_tensors((a.inputs, a.targets)).repeat(4)
+    return a.model.fit(data, verbose=0, epochs=3).history["loss"]
+
+
+@pytest.mark.parametrize(
+    "name, jit_compile", [("llama", "auto"), ("gemma", True), ("bert", "auto")]
+)
+def test_fit(architectures, name, jit_compile):
+    a, stock = architectures.build(name), architectures.build(name)
+    for layer in [*a.model._flatten_layers(), *stock.model._flatten_layers()]:
+        if isinstance(layer, keras.layers.Dropout):
+            layer.rate = 0.0  # theirs and ours drop other weights
+        if isinstance(layer, keras.layers.MultiHeadAttention):
+            layer._dropout = 0.0
+    same_weights(a.model, stock.model)
+    tf_ops.accelerate(a.model)
+    ours, stock = fitted(a, jit_compile), fitted(stock, "auto")
+    assert tf_ops.coverage().share == 1.0
+    assert ours[-1] < ours[0]
+    np.testing.assert_allclose(ours, stock, rtol=1e-4)
+
+
+def test_fit_with_dropout_in_the_kernel(architectures):
+    a = architectures.build("bert")
+    tf_ops.accelerate(a.model)
+    losses = fitted(a, "auto")
+    assert tf_ops.coverage().share == 1.0
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["gemma", "sd3"])
+def test_saves_as_the_stock_model(architectures, name, tmp_path):
+    a = architectures.build(name)
+    model = getattr(a.model, "backbone", a.model)
+    same_weights(model)
+    expected = model(a.inputs)
+    tf_ops.accelerate(model)
+    model.save(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as file:
+        assert b"tf_ops" not in file.read("config.json")
+    tf_ops.coverage(reset=True)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded(a.inputs), expected, rtol=1e-4, atol=1e-4)
+    assert tf_ops.coverage() == {}
+    assert str(tf_ops.accelerate(loaded)) == str(
+        tf_ops.accelerate(type(model)(**model.get_config()))
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma", "bert"])
+def test_exports(architectures, name, tmp_path):
+    a = architectures.build(name)
+    same_weights(a.model)
+    tf_ops.accelerate(a.model)
+    expected = a.model(a.inputs)
+    a.model.export(tmp_path / "saved", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "saved")
+    np.testing.assert_allclose(loaded.serve(a.inputs), expected, rtol=1e-5, atol=1e-5)
+    graph = loaded.signatures["serving_default"].graph.as_graph_def()
+    operations = [node.op for function in graph.library.function for node in function.node_def]
+    assert operations.count("TfOps>DotProductAttention") == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "mistral", "qwen"])
+def test_generates_the_same_tokens_with_a_cache(architectures, name):
+    a = architectures.build(name)
+    same_weights(a.model)
+    a.model.preprocessor = None
+    prompt = {"token_ids": a.inputs["token_ids"], "padding_mask": a.inputs["padding_mask"].copy()}
+    prompt["padding_mask"][:, 12:] = 0
+    generate = lambda: a.model.generate(prompt, stop_token_ids=None)["token_ids"]
+    a.model.compile(sampler="greedy", jit_compile=False)
+    expected = generate()
+    tf_ops.accelerate(a.model)
+    np.testing.assert_array_equal(generate(), expected)
+    coverage = tf_ops.coverage()
+    assert coverage.share == 1.0 and coverage["dot_product_attention"]["served"] >= 2
+
+
+@pytest.mark.parametrize("way", ["enable", "accelerate"])
+def test_gemma_gives_0_where_padding_comes_first(architectures, way):
+    a = architectures.build("gemma")
+    same_weights(a.model)
+    a.inputs["padding_mask"][:, :5] = 0
+    expected = a.model(a.inputs)
+    if way == "accelerate":
+        tf_ops.accelerate(a.model)
+    with tf_ops.enable() if way == "enable" else tf_ops.disable():
+        actual = a.model(a.inputs)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gpt2_attends_within_its_decoder_of_keras_hub():
+    backbone = keras_hub.models.GPT2Backbone(61, 2, 4, 32, 64, dropout=0.0, max_sequence_length=64)
+    rng = np.random.default_rng(0)
+    inputs = {"token_ids": rng.integers(0, 61, (2, 43)), "padding_mask": np.ones((2, 43), "int32")}
+    inputs["padding_mask"][1, 30:] = 0
+    expected = backbone(inputs)
+    tf_ops.accelerate(backbone)
+    np.testing.assert_allclose(backbone(inputs), expected, rtol=1e-4, atol=1e-4)
+    coverage = tf_ops.coverage()
+    assert coverage.share == 1.0 and coverage["dot_product_attention"]["served"] == 2
+    assert not quadratic_shapes(backbone, inputs, 43)
+
+
+def test_other_dtypes_are_left_to_stock(architectures):
+    a = architectures.build("gemma", dtype="float64")
+    same_weights(a.model)
+    expected = a.model(a.inputs)
+    report = tf_ops.accelerate(a.model)
+    assert {reason for *_, reason in report.kept} == {"it computes in float64"}
+    with tf_ops.enable():
+        actual = a.model(a.inputs)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert tf_ops.coverage()["dot_product_attention"] == {
+        "served": 0,
+        "fell_through": {"computes in float64": 2},
+    }
+
+
+def test_a_class_that_differs_is_left_out_with_a_warning(architectures, monkeypatch):
+    from keras_hub.src.models.llama.llama_attention import LlamaAttention
+
+    def other(self, query, key, value, attention_mask=None, something_new=None):
+        raise AssertionError
+
+    monkeypatch.setattr(LlamaAttention, "_compute_attention", other)
+    with pytest.warns(UserWarning, match="LlamaAttention._compute_attention takes .*something_new"):
+        with tf_ops.enable():
+            assert LlamaAttention._compute_attention is other
+    report = tf_ops.accelerate(architectures.build("llama").model)
+    assert "LlamaAttention" not in str(report.replaced)
+    assert [name for _, name, reason in report.kept if "something_new" in reason] == [
+        "LlamaAttention"
+    ] * 2
