@@ -16,7 +16,7 @@ import tf_ops
 from tests.common import check
 
 BATCH, SEQ, HEADS, DIM = 2, 43, 4, 8
-QKV = [(BATCH, SEQ, HEADS, DIM), (BATCH, SEQ, 2, DIM), (BATCH, SEQ, 2, DIM)]
+QKV = [(BATCH, SEQ, HEADS, DIM)] * 3
 # Stock layers that drop masks say so, and so do ours.
 pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask")
 
@@ -231,6 +231,15 @@ def test_a_soft_cap_that_reaches_the_backend_counts():
         actual = backend_nn.dot_product_attention(q, k, v, attn_logits_soft_cap=2.0)
     expected = tf_ops.dot_product_attention(q, k, v, attn_logits_soft_cap=2.0)
     np.testing.assert_array_equal(actual, expected)
+
+
+def test_grouped_queries_which_an_older_keras_refuses():
+    rng = np.random.default_rng(0)
+    shapes = [(BATCH, SEQ, HEADS, DIM), (BATCH, SEQ, 2, DIM), (BATCH, SEQ, 2, DIM)]
+    q, k, v = (tf.constant(rng.standard_normal(shape), tf.float32) for shape in shapes)
+    with tf_ops.enable():
+        actual = keras.ops.dot_product_attention(q, k, v)
+    np.testing.assert_array_equal(actual, tf_ops.dot_product_attention(q, k, v))
 
 
 def test_a_subclass_with_an_attention_of_its_own_keeps_it():
