@@ -20,7 +20,7 @@ _ENCODERS = {
 }
 _WINDOW = {"tiny": 9, "cpu": 256, "h200": 1024}
 # Batch and length of the sequence; an image has so many patches.
-SHAPES = {
+_SHAPES = {
     "tiny": {None: (2, 37), "vit": (2, 16), "sd3": (2, 16)},
     "cpu": {None: (1, 1024), "vit": (1, 1024), "sd3": (1, 1024)},
     "h200": {None: (2, 4096), "bert": (8, 2048), "vit": (8, 2304), "sd3": (4, 4096)},
@@ -49,10 +49,14 @@ def build(name, size="tiny", dtype=None, batch=None, seq=None):
         batch: int; None: that of the size.
         seq: int, tokens or patches of a sequence; None: those of the size.
     """
-    shape = SHAPES[size].get(name, SHAPES[size][None])
-    batch, seq = batch or shape[0], seq or shape[1]
+    batch, seq = batch or shape(name, size)[0], seq or shape(name, size)[1]
     dtype = dtype or keras.config.dtype_policy()
     return _BUILDERS[name](size, dtype, batch, seq)
+
+
+def shape(name, size):
+    """Batch and length of the sequence of one of `NAMES`."""
+    return _SHAPES[size].get(name, _SHAPES[size][None])
 
 
 def _decoder(backbone, task, size, dtype, batch, seq, **options):

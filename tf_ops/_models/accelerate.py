@@ -87,8 +87,10 @@ def accelerate(model):
             continue
         if reason:
             parts = layer._flatten_layers(include_self=False)
-            if stock or re.search("attention|norm", name, re.IGNORECASE) and not any(
-                known.keys() & set(type(part).__mro__) for part in parts
+            if (
+                stock
+                or re.search("attention|norm", name, re.IGNORECASE)
+                and not any(known.keys() & set(type(part).__mro__) for part in parts)
             ):
                 report.kept.append((path, name, reason))
             continue
