@@ -86,12 +86,14 @@ def run(name, kind, args, batch=None, seq=None):
             float(np.ravel(a.model.train_on_batch(a.inputs, a.targets))[0])
         )
         times, result["first_step_s"] = measured(train, args.seconds)
-        result["train_ms"] = 1e3 * statistics.median(times)
+        result["train_ms"] = 1e3 * min(times)
+        result["train_ms_median"] = 1e3 * statistics.median(times)
         result["train_peak_bytes"] = memory.peak()
         result["losses"] = losses[:5]
         if seq is None:
             times, _ = measured(lambda: a.model.predict_on_batch(a.inputs), args.seconds / 2)
-            result["predict_ms"] = 1e3 * statistics.median(times)
+            result["predict_ms"] = 1e3 * min(times)
+            result["predict_ms_median"] = 1e3 * statistics.median(times)
     except (tf.errors.ResourceExhaustedError, tf.errors.InternalError) as error:
         if "memory" not in str(error) and "OOM" not in str(error):
             raise
@@ -121,6 +123,7 @@ def line(name, kind, result, reference):
 def compare(args, deadline):
     results = {}
     kinds = [OURS, STOCK] + [NO_JIT] * bool(tf.config.list_physical_devices("GPU"))
+    print("The shortest of some steps of training and of inference; memory while training.")
     print(f"{'':28}{'step, ms':>9}{'predict':>9}{'MiB':>8}", flush=True)
     for name in args.only:
         results[name] = {}
