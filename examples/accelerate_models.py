@@ -16,7 +16,11 @@ import json
 import pathlib
 import statistics
 import subprocess
+import sys
 import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 import architectures
 import keras

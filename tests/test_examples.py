@@ -123,7 +123,7 @@ def test_unfit_text_is_refused(example, tmp_path):
 def test_accelerate_models(tmp_path):
     pytest.importorskip("keras_hub", reason="KerasHub is not installed: pip install keras-hub")
     command = [sys.executable, EXAMPLES / "accelerate_models.py", "--device-config=tiny"]
-    command += ["--policy=float32", "--only=llama,vit", "--seconds=0.1"]
+    command += ["--policy=float32", "--only=vit", "--seconds=0.1"]
     command += [f"--json={tmp_path / 'models.json'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
