@@ -57,24 +57,13 @@ class Memory:
         return 1024 * int(line.split()[1])
 
 
-def measured(step, seconds, largest=50):
-    """Seconds of each call of `step` after the first two, and those of the first."""
-    start = time.perf_counter()
-    step()
-    first = time.perf_counter() - start
-    step()
-    times = []
-    while len(times) < 3 or sum(times) < seconds and len(times) < largest:
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return times, first
+def prepared(name, kind, args, batch=None, seq=None):
+    """A model after its first two steps of training and its first prediction.
 
-
-def run(name, kind, args, batch=None, seq=None):
-    """Trains and predicts with one model; returns what was measured."""
+    Returns:
+        What was measured of them, with `step` and `predict` to go on, or an error.
+    """
     keras.utils.set_random_seed(0)
-    keras.backend.clear_session()
     memory = Memory()
     a = architectures.build(name, args.device_config, args.policy, batch, seq)
     tf_ops.coverage(reset=True)
@@ -82,30 +71,41 @@ def run(name, kind, args, batch=None, seq=None):
         report = tf_ops.accelerate(a.model)
     none = {"metrics": None, "weighted_metrics": None}
     a.model.compile("adam", a.loss, jit_compile=False if kind == NO_JIT else "auto", **none)
-    losses = []
+    step = lambda: float(np.ravel(a.model.train_on_batch(a.inputs, a.targets))[0])
+    predict = lambda: a.model.predict_on_batch(a.inputs)
     result = {"parameters": a.model.count_params(), "jit": bool(a.model.jit_compile)}
+    start = time.perf_counter()
     try:
-        train = lambda: losses.append(
-            float(np.ravel(a.model.train_on_batch(a.inputs, a.targets))[0])
-        )
-        times, result["first_step_s"] = measured(train, args.seconds)
-        result["train_ms"] = 1e3 * min(times)
-        result["train_ms_median"] = 1e3 * statistics.median(times)
+        result["losses"] = [step()]
+        result["first_step_s"] = time.perf_counter() - start
+        result["losses"].append(step())
         result["train_peak_bytes"] = memory.peak()
-        result["losses"] = losses[:5]
         if seq is None:
-            times, _ = measured(lambda: a.model.predict_on_batch(a.inputs), args.seconds / 2)
-            result["predict_ms"] = 1e3 * min(times)
-            result["predict_ms_median"] = 1e3 * statistics.median(times)
+            predict()
     except (tf.errors.ResourceExhaustedError, tf.errors.InternalError) as error:
         if "memory" not in str(error) and "OOM" not in str(error):
             raise
-        result["error"] = "out of memory"
+        return {**result, "error": "out of memory"}
     if kind == OURS:
-        coverage = tf_ops.coverage()
-        result["coverage"], result["kept"] = coverage, report.kept
-        result["share_served"] = coverage.share
-    return result
+        result["coverage"], result["kept"] = tf_ops.coverage(), report.kept
+        result["share_served"] = result["coverage"].share
+    return {**result, "step": step, "predict": predict}
+
+
+def measure(results, args):
+    """Adds the times of a step and of a prediction; the contenders take turns."""
+    results = [result for result in results if "error" not in result]
+    for key, part in (("train_ms", "step"), ("predict_ms", "predict")):
+        calls = [result.pop(part) for result in results]
+        times = [[] for _ in results]
+        until = time.perf_counter() + args.seconds * len(results)
+        while results and (len(times[0]) < 3 or time.perf_counter() < until):
+            for call, taken in zip(calls, times):
+                start = time.perf_counter()
+                call()
+                taken.append(1e3 * (time.perf_counter() - start))
+        for result, taken in zip(results, times):
+            result[key], result[f"{key}_median"] = min(taken), statistics.median(taken)
 
 
 def line(name, kind, result, reference):
@@ -125,27 +125,32 @@ def line(name, kind, result, reference):
 
 def compare(args, deadline):
     results = {}
-    kinds = [OURS, STOCK] + [NO_JIT] * bool(tf.config.list_physical_devices("GPU"))
+    gpu = bool(tf.config.list_physical_devices("GPU"))
+    # Where memory is scarce one after the other; where others are at work, in turns.
+    groups = [[OURS], [STOCK], [NO_JIT]] if gpu else [[OURS, STOCK]]
     print("The shortest of some steps of training and of inference; memory while training.")
     print(f"{'':28}{'step, ms':>9}{'predict':>9}{'MiB':>8}", flush=True)
     for name in args.only:
         results[name] = {}
         longest = 0.0
-        for kind in kinds:
+        for kinds in groups:
             start = time.monotonic()
             if start + longest > deadline:
-                results[name][kind] = {"error": "skipped: no time left"}
+                group = {kind: {"error": "skipped: no time left"} for kind in kinds}
             else:
-                results[name][kind] = run(name, kind, args)
+                group = {kind: prepared(name, kind, args) for kind in kinds}
+                measure(group.values(), args)
+                keras.backend.clear_session()
             longest = max(longest, time.monotonic() - start)
-            print(line(name, kind, results[name][kind], results[name][OURS]), flush=True)
+            results[name].update(group)
+            for kind in kinds:
+                print(line(name, kind, group[kind], results[name][OURS]), flush=True)
             save(args, results)
         losses = [r["losses"] for r in results[name].values() if "losses" in r]
         limit = 0.03 if "16" in args.policy else 1e-3
         # BERT drops: other weights in each.
         if len(losses) > 1 and name != "bert" and not np.allclose(*losses[:2], rtol=limit):
             print(f"  The losses DIFFER: {losses[:2]}")
-    return results
 
 
 def longest(args, deadline):
@@ -156,19 +161,19 @@ def longest(args, deadline):
         for kind in (OURS, STOCK):
             seq = 2048
             while time.monotonic() < deadline:
-                result = run(name, kind, args, batch=1, seq=seq)
+                result = prepared(name, kind, args, batch=1, seq=seq)
                 if "error" in result:
                     break
+                start = time.perf_counter()
+                result.pop("step")()
+                result["train_ms"] = 1e3 * (time.perf_counter() - start)
+                del result["predict"]
                 results[name][kind] = {"seq": seq, **result}
-                print(
-                    f"{name:9}{kind:19}{seq:8} tokens train: {result['train_ms']:.0f} ms",
-                    flush=True,
-                )
+                print(f"{name:9}{kind:19}{seq:8} tokens: {result['train_ms']:.0f} ms", flush=True)
                 save(args, results)
                 seq *= 2
             else:
                 print(f"{name:9}{kind:19}no time left to try {seq}", flush=True)
-    return results
 
 
 def save(args, results):
