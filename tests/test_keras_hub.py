@@ -234,17 +234,72 @@ def test_gemma_gives_0_where_padding_comes_first(architectures, way):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_gpt2_attends_within_its_decoder_of_keras_hub():
-    backbone = keras_hub.models.GPT2Backbone(61, 2, 4, 32, 64, dropout=0.0, max_sequence_length=64)
+DECODER = {"vocabulary_size": 61, "num_layers": 2, "hidden_dim": 32, "intermediate_dim": 64}
+GROUPED = {**DECODER, "num_query_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 2, "top_k": 1}
+MORE = {
+    "GPT2": {**DECODER, "num_heads": 4, "dropout": 0.0, "max_sequence_length": 64},
+    "GPTNeoX": {**DECODER, "num_heads": 4},
+    "Gemma3": {**GROUPED, "head_dim": 8, "image_size": None, "sliding_window_size": 9},
+    "GptOss": {**GROUPED, **EXPERTS, "head_dim": 8, "sliding_window": 9},
+    "Mixtral": {**GROUPED, **EXPERTS, "sliding_window": 9},
+    "Phi3": GROUPED,
+    "Qwen": {**GROUPED, "use_sliding_window_attention": True, "sliding_window_size": 9},
+    "Qwen3": {**GROUPED, "head_dim": 8, "sliding_window_size": 9},
+    "Qwen3Moe": {**GROUPED, **EXPERTS, "moe_intermediate_dim": 16, "sliding_window_size": 9},
+    "QwenMoe": {
+        **{**GROUPED, **EXPERTS, "moe_intermediate_dim": 16},
+        **{"shared_expert_intermediate_dim": 16, "use_sliding_window_attention": True},
+        "sliding_window_size": 9,
+    },
+    "SmolLM3": {
+        **{**DECODER, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False},
+        **{"rope_layer_enabled_list": [True, False], "layer_types": ["full_attention"] * 2},
+        **{"layer_norm_epsilon": 1e-6, "max_position_embeddings": 64, "rope_theta": 10000.0},
+        "partial_rotary_factor": 1.0,
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:You are using a softmax")
+@pytest.mark.parametrize("way", ["enable", "accelerate"])
+@pytest.mark.parametrize("name", MORE)
+def test_more_families(name, way):
+    keras.utils.set_random_seed(0)
+    extra = {"vision_encoder": None} if name == "Gemma3" else {}
+    backbone = getattr(keras_hub.models, f"{name}Backbone")(**MORE[name], **extra)
+    same_weights(backbone)
     rng = np.random.default_rng(0)
     inputs = {"token_ids": rng.integers(0, 61, (2, 43)), "padding_mask": np.ones((2, 43), "int32")}
     inputs["padding_mask"][1, 30:] = 0
     expected = backbone(inputs)
-    tf_ops.accelerate(backbone)
-    np.testing.assert_allclose(backbone(inputs), expected, rtol=1e-4, atol=1e-4)
-    coverage = tf_ops.coverage()
-    assert coverage.share == 1.0 and coverage["dot_product_attention"]["served"] == 2
-    assert not quadratic_shapes(backbone, inputs, 43)
+    if way == "accelerate":
+        assert tf_ops.accelerate(backbone).kept == []
+    with tf_ops.enable() if way == "enable" else tf_ops.disable():
+        np.testing.assert_allclose(backbone(inputs), expected, rtol=1e-3, atol=1e-4)
+        coverage = tf_ops.coverage()
+        assert coverage.share == 1.0 and coverage["dot_product_attention"]["served"] == 2
+        # The loss of the routers of experts wants a dense mask.
+        assert "Moe" in name or not quadratic_shapes(backbone, inputs, 43)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_normalization_of_t5(policy):
+    from keras_hub.src.models.t5.t5_layer_norm import T5LayerNorm
+
+    layer = T5LayerNorm(dtype=policy)
+    x = tf.random.stateless_normal([2, 5, 33], [1, 2])
+    layer(x)
+    same_weights(layer)
+    expected = layer(x)
+    tf_ops.accelerate(layer)
+    tolerance = 1e-5 if policy == "float32" else 0.02
+    assert layer(x).dtype == expected.dtype
+    np.testing.assert_allclose(
+        tf.cast(layer(x), tf.float32), tf.cast(expected, tf.float32), rtol=tolerance, atol=tolerance
+    )
+    assert tf_ops.coverage()["rms_normalization"]["served"] == 2
 
 
 def test_other_dtypes_are_left_to_stock(architectures):
