@@ -118,3 +118,17 @@ def test_unfit_text_is_refused(example, tmp_path):
     (tmp_path / "short.py").write_text("pass\n")
     with pytest.raises(SystemExit, match="80 are needed"):
         example.read_text(tmp_path, 8)
+
+
+def test_accelerate_models(tmp_path):
+    pytest.importorskip("keras_hub", reason="KerasHub is not installed: pip install keras-hub")
+    command = [sys.executable, EXAMPLES / "accelerate_models.py", "--device-config=tiny"]
+    command += ["--policy=float32", "--only=vit", "--seconds=0.1"]
+    command += [f"--json={tmp_path / 'models.json'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "DIFFER" not in done.stdout
+    models = json.loads((tmp_path / "models.json").read_text())["models"]
+    for results in models.values():
+        assert results["tf_ops"]["share_served"] == 1.0
+        assert results["stock"]["train_ms"] > 0

@@ -1,11 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keras normalization layers over the fused kernels."""
 
+import functools
+
 import keras
 
+from tf_ops._models.coverage import count, left_to_stock
 from tf_ops._ops.group_normalization import group_normalization
 from tf_ops._ops.normalization import layer_normalization, rms_normalization
 from tf_ops.layers._dtypes import is_served
+
+
+def rms_call(stock):
+    """Returns the `call` of an RMS normalization, made of `stock`, that of Keras."""
+
+    @functools.wraps(stock)
+    def call(self, x):
+        reason = _obstacle(x, self.axis)
+        if reason:
+            return left_to_stock("rms_normalization", reason, stock, self, x)
+        count("rms_normalization")
+        return rms_normalization(x, scale=self.scale, axis=self.axis, epsilon=self.epsilon)
+
+    return call
+
+
+def layer_call(stock):
+    """Returns the `call` of a layer normalization, made of `stock`, that of Keras."""
+
+    @functools.wraps(stock)
+    def call(self, inputs):
+        reason = "rms_scaling" if self.rms_scaling else _obstacle(inputs, self.axis)
+        if reason:
+            return left_to_stock("layer_normalization", reason, stock, self, inputs)
+        count("layer_normalization")
+        outputs = layer_normalization(
+            inputs, self.gamma, self.beta, axis=self.axis, epsilon=self.epsilon
+        )
+        return keras.ops.cast(outputs, self.compute_dtype)
+
+    return call
+
+
+def group_call(stock):
+    """Returns the `call` of a group normalization, made of `stock`, that of Keras."""
+
+    @functools.wraps(stock)
+    def call(self, inputs):
+        reason = _obstacle(inputs, ())
+        if reason:
+            return left_to_stock("group_normalization", reason, stock, self, inputs)
+        count("group_normalization")
+        outputs = group_normalization(
+            inputs, self.gamma, self.beta, self.groups, self.axis, self.epsilon
+        )
+        return keras.ops.cast(outputs, self.compute_dtype)
+
+    return call
+
+
+def _obstacle(x, axes):
+    """Why the kernels do not take x, or None."""
+    if not is_served(x.dtype):
+        return f"x is {keras.backend.standardize_dtype(x.dtype)}"
+    # The weights have the axes in the given order, and are laid out as the input is.
+    positions = [axis % len(x.shape) for axis in axes]
+    return None if positions == sorted(positions) else f"axis is {axes}"
 
 
 @keras.saving.register_keras_serializable(package="tf_ops")
@@ -16,10 +76,7 @@ class RMSNormalization(keras.layers.RMSNormalization):
     serves dtypes other than float32, float16 and bfloat16.
     """
 
-    def call(self, x):
-        if not is_served(x.dtype) or not _are_in_order(self.axis, len(x.shape)):
-            return super().call(x)
-        return rms_normalization(x, scale=self.scale, axis=self.axis, epsilon=self.epsilon)
+    call = rms_call(keras.layers.RMSNormalization.call)
 
 
 @keras.saving.register_keras_serializable(package="tf_ops")
@@ -30,17 +87,7 @@ class LayerNormalization(keras.layers.LayerNormalization):
     serves `rms_scaling` and dtypes other than float32, float16 and bfloat16.
     """
 
-    def call(self, inputs):
-        if (
-            self.rms_scaling
-            or not is_served(inputs.dtype)
-            or not _are_in_order(self.axis, len(inputs.shape))
-        ):
-            return super().call(inputs)
-        outputs = layer_normalization(
-            inputs, self.gamma, self.beta, axis=self.axis, epsilon=self.epsilon
-        )
-        return keras.ops.cast(outputs, self.compute_dtype)
+    call = layer_call(keras.layers.LayerNormalization.call)
 
 
 @keras.saving.register_keras_serializable(package="tf_ops")
@@ -51,16 +98,4 @@ class GroupNormalization(keras.layers.GroupNormalization):
     serves dtypes other than float32, float16 and bfloat16.
     """
 
-    def call(self, inputs):
-        if not is_served(inputs.dtype):
-            return super().call(inputs)
-        outputs = group_normalization(
-            inputs, self.gamma, self.beta, self.groups, self.axis, self.epsilon
-        )
-        return keras.ops.cast(outputs, self.compute_dtype)
-
-
-def _are_in_order(axes, rank):
-    """Whether the weights, whose axes are in the given order, are laid out as the input is."""
-    positions = [axis % rank for axis in axes]
-    return positions == sorted(positions)
+    call = group_call(keras.layers.GroupNormalization.call)
