@@ -129,12 +129,26 @@ def check_linear_cross_entropy(library):
     return failures
 
 
+def extra_bytes(fn, outputs):
+    """Device memory that fn() takes at its peak beside its `outputs` bytes."""
+    if not GPU:
+        fn()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fn()
+    return torch.cuda.max_memory_allocated() - before - outputs
+
+
 def bench_linear_cross_entropy(library, measure):
-    """Yields rows: what, contender, milliseconds, operations of three products (not bytes)."""
+    """Yields rows: what, contender, milliseconds, operations of three products, more."""
     shapes = [(8192, 4096, 131072), (8192, 4096, 32768)] if GPU else [(64, 32, 4096)]
     for tokens, features, classes in shapes:
         labels, hidden, kernel, dloss = draw(tokens, features, classes, torch.bfloat16)
         at, operations = f"{tokens}x{features}x{classes}", 6 * tokens * features * classes
+        outputs = 2 * (hidden.numel() + kernel.numel()) + 4 * tokens
         logits = torch.empty(tokens, classes, dtype=hidden.dtype, device=DEVICE)
         dhidden, dkernel = torch.empty_like(hidden), torch.empty_like(kernel)
 
@@ -143,12 +157,24 @@ def bench_linear_cross_entropy(library, measure):
             torch.mm(logits, kernel.T, out=dhidden)
             torch.mm(hidden.T, logits, out=dkernel)
 
-        yield at, "three products", measure(products), operations
+        yield at, "three products", measure(products), operations, {}
         del logits, dhidden, dkernel, products
-        for width in {1024, max(1024, classes // 32), max(1024, classes // 16)}:
-            ours = Ours(library, labels, hidden, kernel, dloss, width)
-            yield at, f"ours by {width}", measure(ours.both), operations
-            del ours
+
+        def row(contender, fn, once):
+            extra = extra_bytes(once, outputs)
+            share = extra and extra / (2 * tokens * classes)
+            more = dict(extra_bytes=extra, share_of_logits=share)
+            return at, contender, measure(fn), operations, more
+
+        for width in sorted({1024, max(1024, classes // 32), max(1024, classes // 16)}):
+            made = []  # the tensors of all blocks are made beforehand
+
+            def once(width=width, made=made):
+                made.append(Ours(library, labels, hidden, kernel, dloss, width))
+                made[0].both()
+
+            yield row(f"ours by {width}", lambda made=made: made[0].both(), once)
+            made.clear()
         leaves = [x.detach().requires_grad_() for x in (hidden, kernel)]
         plain = lambda h, k: F.cross_entropy((h @ k).float(), labels, reduction="none")
         peers = {"torch": lambda: torch.autograd.grad(plain(*leaves), leaves, dloss)}
@@ -168,7 +194,7 @@ def bench_linear_cross_entropy(library, measure):
             pass
         for contender, fn in peers.items():
             try:
-                yield at, contender, measure(fn), operations
+                yield row(contender, fn, fn)
             except RuntimeError as error:
                 print(f"{contender}: {error}")
             if GPU:
