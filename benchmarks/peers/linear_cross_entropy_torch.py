@@ -28,10 +28,11 @@ class Ours:
         ignored = [int(ignore is not None), ignore or 0]
         self.blocks = []
         for first in range(0, classes, width):
-            logits = empty(tokens, min(width, classes - first), dtype=hidden.dtype)
             if first + width <= classes and self.blocks:
-                logits = self.blocks[0][1]  # one memory for all
-            dblock = torch.empty(features, logits.shape[1], dtype=hidden.dtype, device=DEVICE)
+                logits, dblock = self.blocks[0][1], self.blocks[0][4]  # one memory for all
+            else:
+                logits = empty(tokens, min(width, classes - first), dtype=hidden.dtype)
+                dblock = empty(features, logits.shape[1], dtype=hidden.dtype)
             span = torch.tensor([first, classes], device=DEVICE)
             name = "TfOps>LinearCrossEntropy"
             inputs = [labels, logits, span, self.sums]
