@@ -23,8 +23,14 @@ class Ours:
         self.labels, self.hidden, self.kernel, self.ignore = labels, hidden, kernel, ignore
         self.sums, self.loss = empty(tokens, 4), empty(tokens)
         self.max, self.log_sum = empty(tokens), empty(tokens)
-        self.sum, self.dkernel = empty(tokens, features), torch.empty_like(kernel)
-        self.product = torch.empty_like(hidden)
+        # Of bfloat16, the sum of the hidden states' gradient is in two parts.
+        self.split = hidden.dtype == torch.bfloat16
+        self.sum = empty(tokens, features, dtype=hidden.dtype if self.split else torch.float32)
+        self.rest = empty(*([tokens, features, 2] if self.split else [0]), dtype=torch.uint8)
+        self.dkernel, self.halves = torch.empty_like(kernel), []
+        for part in torch.arange(tokens).chunk(2):
+            self.halves.append(slice(part[0].item(), part[-1].item() + 1))
+        product = torch.empty_like(hidden[self.halves[0]])
         ignored = [int(ignore is not None), ignore or 0]
         self.blocks = []
         for first in range(0, classes, width):
@@ -45,8 +51,13 @@ class Ours:
             self.blocks.append(
                 (slice(first, first + logits.shape[1]), logits, add, grad, dblock, put)
             )
-        inputs = [self.sum, self.product]
-        self.add_product = library.prepare(name + "HiddenGrad", inputs, [], [self.sum])
+        self.products = []
+        for half in self.halves:
+            total, rest = self.sum[half], self.rest[half] if self.split else self.rest
+            addend = product[: len(total)]
+            inputs = [total, rest, addend]
+            add = library.prepare(name + "HiddenGrad", inputs, [], [total, rest])
+            self.products.append((half, addend, add))
 
     def forward(self):
         start = [-torch.inf, 0.0, 0.0, torch.nan]
@@ -62,12 +73,13 @@ class Ours:
                 x.masked_fill_(self.labels == self.ignore, 0)
 
     def backward(self):
-        self.sum.zero_()
+        self.sum.zero_(), self.rest.zero_()
         for part, logits, _, grad, dblock, put in self.blocks:
             torch.mm(self.hidden, self.kernel[:, part], out=logits)
             grad()
-            torch.mm(logits, self.kernel[:, part].T, out=self.product)
-            self.add_product()
+            for half, product, add in self.products:
+                torch.mm(logits[half], self.kernel[:, part].T, out=product)
+                add()
             torch.mm(self.hidden.T, logits, out=dblock)
             put()
         return self.sum.to(self.hidden.dtype), self.dkernel
