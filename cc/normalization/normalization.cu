@@ -8,7 +8,8 @@ namespace {
 
 // kRows rows at a time per block, kThreads threads to a row, which they hold in registers: it is
 // read from memory once, all of its loads in flight together.
-template <typename T, bool kFloatWeights, bool kMean, int kVec, int kThreads, int kChunks, int kRows>
+template <typename T, bool kFloatWeights, bool kMean, int kVec, int kThreads, int kChunks,
+          int kRows>
 __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(NormalizationProblem p) {
   using Vector = Raw<T, kVec>;
   __shared__ WarpSums<1> warps;
