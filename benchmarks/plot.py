@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws benchmarks/results/attention_h200.json: `python -m benchmarks.plot`."""
+"""Draws attention_h200.json and the row-wise *_h200.json: `python -m benchmarks.plot`."""
 
 import json
 import pathlib
@@ -50,7 +50,7 @@ NAMES = {"cudnn": ("cuDNN", "#9aa0a6"), "flash": ("FlashAttention 2", "#d0b48a")
 NAMES["tf_ops"] = ("tf_ops", "#1565c0")
 
 
-def main():
+def draw_attention():
     result = json.loads((RESULTS / "attention_h200.json").read_text())
     rows = [row for row in result["attention"] if row["head_dim"] == 128]
     figure, axes = plt.subplots(1, 4, figsize=(13, 3.4), sharey=True)
@@ -81,6 +81,52 @@ def main():
     )
     figure.tight_layout(rect=(0, 0, 0.97, 1))
     figure.savefig(RESULTS / "attention_h200.png", dpi=130)
+
+
+# What is drawn of each file, under which label.
+ROWWISE = {
+    "RMSNorm": ("normalization", "rms 16384x4096"),
+    "LayerNorm": ("normalization", "layer 16384x4096"),
+    "SwiGLU": ("glu", "silu 16384x4096"),
+    "RoPE": ("rotary", "32+8 heads of 128"),
+    "softmax": ("softmax", "softmax 16384x4096"),
+}
+CONTENDERS = {
+    "torch": ("PyTorch", "#9aa0a6"),
+    "torch.compile": ("torch.compile", "#c9ccd1"),
+    "liger": ("Liger", "#d0b48a"),
+    "ours": NAMES["tf_ops"],
+}
+
+
+def draw_rowwise():
+    files = {name: json.loads((RESULTS / f"{name}_h200.json").read_text())
+             for name in {file for file, _ in ROWWISE.values()}}  # fmt: skip
+    figure, axes = plt.subplots(1, 2, figsize=(13, 3.6), sharey=True)
+    for axis, direction in zip(axes, ("forward", "backward")):
+        for i, (file, what) in enumerate(ROWWISE.values()):
+            shares = {row["contender"]: row["share"] for row in files[file]["rows"]
+                      if row["what"] == f"{what} {direction}"}  # fmt: skip
+            for j, (key, (_, color)) in enumerate(CONTENDERS.items()):
+                axis.bar(i + 0.2 * j - 0.3, 100 * shares.get(key, 0), 0.19, color=color)
+        axis.set_xticks(range(len(ROWWISE)), ROWWISE)
+        axis.set_title(direction, fontsize=11)
+        axis.set_ylim(0, 105)
+        axis.axhline(100, color="#dddddd", linewidth=1, zorder=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("% of the copy bandwidth")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for _, color in CONTENDERS.values()]
+    labels = [label for label, _ in CONTENDERS.values()]
+    axes[1].legend(handles, labels, frameon=False, ncols=4, loc="upper right", fontsize=8)
+    figure.suptitle("Row-wise operations, bfloat16, 16,384 x 4,096 elements (RoPE: 16,384 tokens); "
+                    "NVIDIA H200", fontsize=11)  # fmt: skip
+    figure.tight_layout()
+    figure.savefig(RESULTS / "rowwise_h200.png", dpi=130)
+
+
+def main():
+    draw_attention()
+    draw_rowwise()
 
 
 if __name__ == "__main__":

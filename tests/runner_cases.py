@@ -32,7 +32,8 @@ def compare(kernels, gpu, repeat, op, inputs, attributes, outputs):
         scale = np.abs(e[finite]).max(initial=1.0)  # inputs are of that size
         error = np.abs(a[finite] - e[finite]).max(initial=0) / scale
         # A wrong kernel is off by far more; the test-suite holds the exact rule.
-        allowed = 4 * float(ml_dtypes.finfo(expected[i].dtype).eps)
+        bits = expected[i].dtype == np.uint8
+        allowed = 0.0 if bits else 4 * float(ml_dtypes.finfo(expected[i].dtype).eps)
         allowed = max(allowed, 1e-4 if outputs[0][1] == np.float32 else 3e-2)
         if not error <= allowed:
             problem += f" output {i} is off by {error:.1e} of its largest entry, or of 1"
@@ -316,9 +317,19 @@ def linear_cross_entropy_case(dtype, tokens, classes, first, whole_dtype=np.floa
             gpu,
             repeat,
             "TfOps>LinearCrossEntropyHiddenGrad",
-            [normal(tokens, classes), logits],
+            [normal(tokens, classes), np.zeros(0, np.uint8), logits],
             [],
-            [(logits.shape, np.float32)],
+            [(logits.shape, np.float32), ((0,), np.uint8)],
+        )[1]
+        rest = rng.integers(0, 256, (tokens, classes, 2), np.uint8)
+        problem += compare(
+            kernels,
+            gpu,
+            repeat,
+            "TfOps>LinearCrossEntropyHiddenGrad",
+            [normal(tokens, classes).astype(FLOATS["bf16"]), rest, logits],
+            [],
+            [(logits.shape, FLOATS["bf16"]), (rest.shape, np.uint8)],
         )[1]
         for transposed in (False, True):
             shape = (3 * classes, tokens) if transposed else (tokens, 3 * classes)

@@ -390,6 +390,28 @@ def test_logits_are_never_in_memory(mode, device):
     assert float(done.stdout) < 250
 
 
+def test_a_sum_in_bfloat16_loses_nothing(device):
+    """With the rest it is the float32 sum, bit for bit, and by itself that sum rounded."""
+    rng = np.random.default_rng(0)
+    with tf.device(device):
+        add = library.tf_ops_linear_cross_entropy_hidden_grad
+        total, rest = tf.zeros([7, 37], tf.bfloat16), tf.zeros([7, 37, 2], tf.uint8)
+        expected = np.zeros([7, 37], np.float32)
+        for _ in range(100):
+            addend = tf.cast(rng.standard_normal([7, 37]), tf.bfloat16)
+            total, rest = add(sum=total, rest=rest, addend=addend)
+            expected += addend.numpy().astype(np.float32)
+        high = tf.bitcast(total, tf.uint16).numpy().astype(np.uint32) << 16
+        bits = high + tf.bitcast(rest, tf.int16).numpy().astype(np.uint32)
+        np.testing.assert_array_equal(bits, expected.view(np.uint32))
+        error = np.abs(total.numpy().astype(np.float32) - expected)
+        assert (error <= 2.0**-8 * np.abs(expected)).all()
+        for addend in [3.4e38, np.inf, -np.inf, 1.0]:
+            addend = tf.fill([7, 37], tf.cast(addend, tf.bfloat16))
+            total, rest = add(sum=total, rest=rest, addend=addend)
+        assert np.isnan(total.numpy().astype(np.float32)).all()
+
+
 # The layer.
 
 

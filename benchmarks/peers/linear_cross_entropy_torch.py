@@ -23,15 +23,22 @@ class Ours:
         self.labels, self.hidden, self.kernel, self.ignore = labels, hidden, kernel, ignore
         self.sums, self.loss = empty(tokens, 4), empty(tokens)
         self.max, self.log_sum = empty(tokens), empty(tokens)
-        self.sum, self.dkernel = empty(tokens, features), torch.empty_like(kernel)
-        self.product = torch.empty_like(hidden)
+        # Of bfloat16, the sum of the hidden states' gradient is in two parts.
+        self.split = hidden.dtype == torch.bfloat16
+        self.sum = empty(tokens, features, dtype=hidden.dtype if self.split else torch.float32)
+        self.rest = empty(*([tokens, features, 2] if self.split else [0]), dtype=torch.uint8)
+        self.dkernel, self.halves = torch.empty_like(kernel), []
+        for part in torch.arange(tokens).chunk(2):
+            self.halves.append(slice(part[0].item(), part[-1].item() + 1))
+        product = torch.empty_like(hidden[self.halves[0]])
         ignored = [int(ignore is not None), ignore or 0]
         self.blocks = []
         for first in range(0, classes, width):
-            logits = empty(tokens, min(width, classes - first), dtype=hidden.dtype)
             if first + width <= classes and self.blocks:
-                logits = self.blocks[0][1]  # one memory for all
-            dblock = torch.empty(features, logits.shape[1], dtype=hidden.dtype, device=DEVICE)
+                logits, dblock = self.blocks[0][1], self.blocks[0][4]  # one memory for all
+            else:
+                logits = empty(tokens, min(width, classes - first), dtype=hidden.dtype)
+                dblock = empty(features, logits.shape[1], dtype=hidden.dtype)
             span = torch.tensor([first, classes], device=DEVICE)
             name = "TfOps>LinearCrossEntropy"
             inputs = [labels, logits, span, self.sums]
@@ -44,8 +51,13 @@ class Ours:
             self.blocks.append(
                 (slice(first, first + logits.shape[1]), logits, add, grad, dblock, put)
             )
-        inputs = [self.sum, self.product]
-        self.add_product = library.prepare(name + "HiddenGrad", inputs, [], [self.sum])
+        self.products = []
+        for half in self.halves:
+            total, rest = self.sum[half], self.rest[half] if self.split else self.rest
+            addend = product[: len(total)]
+            inputs = [total, rest, addend]
+            add = library.prepare(name + "HiddenGrad", inputs, [], [total, rest])
+            self.products.append((half, addend, add))
 
     def forward(self):
         start = [-torch.inf, 0.0, 0.0, torch.nan]
@@ -61,12 +73,13 @@ class Ours:
                 x.masked_fill_(self.labels == self.ignore, 0)
 
     def backward(self):
-        self.sum.zero_()
+        self.sum.zero_(), self.rest.zero_()
         for part, logits, _, grad, dblock, put in self.blocks:
             torch.mm(self.hidden, self.kernel[:, part], out=logits)
             grad()
-            torch.mm(logits, self.kernel[:, part].T, out=self.product)
-            self.add_product()
+            for half, product, add in self.products:
+                torch.mm(logits[half], self.kernel[:, part].T, out=product)
+                add()
             torch.mm(self.hidden.T, logits, out=dblock)
             put()
         return self.sum.to(self.hidden.dtype), self.dkernel
@@ -129,12 +142,26 @@ def check_linear_cross_entropy(library):
     return failures
 
 
+def extra_bytes(fn, outputs):
+    """Device memory that fn() takes at its peak beside its `outputs` bytes."""
+    if not GPU:
+        fn()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fn()
+    return torch.cuda.max_memory_allocated() - before - outputs
+
+
 def bench_linear_cross_entropy(library, measure):
-    """Yields rows: what, contender, milliseconds, operations of three products (not bytes)."""
+    """Yields rows: what, contender, milliseconds, operations of three products, more."""
     shapes = [(8192, 4096, 131072), (8192, 4096, 32768)] if GPU else [(64, 32, 4096)]
     for tokens, features, classes in shapes:
         labels, hidden, kernel, dloss = draw(tokens, features, classes, torch.bfloat16)
         at, operations = f"{tokens}x{features}x{classes}", 6 * tokens * features * classes
+        outputs = 2 * (hidden.numel() + kernel.numel()) + 4 * tokens
         logits = torch.empty(tokens, classes, dtype=hidden.dtype, device=DEVICE)
         dhidden, dkernel = torch.empty_like(hidden), torch.empty_like(kernel)
 
@@ -143,12 +170,24 @@ def bench_linear_cross_entropy(library, measure):
             torch.mm(logits, kernel.T, out=dhidden)
             torch.mm(hidden.T, logits, out=dkernel)
 
-        yield at, "three products", measure(products), operations
+        yield at, "three products", measure(products), operations, {}
         del logits, dhidden, dkernel, products
-        for width in {1024, max(1024, classes // 32), max(1024, classes // 16)}:
-            ours = Ours(library, labels, hidden, kernel, dloss, width)
-            yield at, f"ours by {width}", measure(ours.both), operations
-            del ours
+
+        def row(contender, fn, once):
+            extra = extra_bytes(once, outputs)
+            share = extra and extra / (2 * tokens * classes)
+            more = dict(extra_bytes=extra, share_of_logits=share)
+            return at, contender, measure(fn), operations, more
+
+        for width in sorted({1024, max(1024, classes // 32), max(1024, classes // 16)}):
+            made = []  # the tensors of all blocks are made beforehand
+
+            def once(width=width, made=made):
+                made.append(Ours(library, labels, hidden, kernel, dloss, width))
+                made[0].both()
+
+            yield row(f"ours by {width}", lambda made=made: made[0].both(), once)
+            made.clear()
         leaves = [x.detach().requires_grad_() for x in (hidden, kernel)]
         plain = lambda h, k: F.cross_entropy((h @ k).float(), labels, reduction="none")
         peers = {"torch": lambda: torch.autograd.grad(plain(*leaves), leaves, dloss)}
@@ -168,7 +207,7 @@ def bench_linear_cross_entropy(library, measure):
             pass
         for contender, fn in peers.items():
             try:
-                yield at, contender, measure(fn), operations
+                yield row(contender, fn, fn)
             except RuntimeError as error:
                 print(f"{contender}: {error}")
             if GPU:

@@ -685,12 +685,22 @@ def bench(path, families):
     library, size = Library(), 2**30 if GPU else 2**24
     copy = 2 * size / milliseconds(copying(size)) / 1e9
     print(f"copy: {copy:.2f} TB/s")
-    rows = []
+    rows, copies = [], {}
     for name in families:
-        for what, contender, ms, moved in BENCHMARKS[name](library, milliseconds):
+        for what, contender, ms, moved, *more in BENCHMARKS[name](library, milliseconds):
             rate = moved / ms / 1e9
-            rows.append(dict(what=what, contender=contender, ms=ms, TBps=rate, share=rate / copy))
-            print(f"{what:45}{contender:15}{ms:9.4f} ms{rate:7.2f} TB/s{rate / copy:7.1%}")
+            row = dict(what=what, contender=contender, ms=ms)
+            if name == "linear_cross_entropy":  # which counts operations, and memory
+                rows.append(row | dict(TFLOPs=rate) | more[0])
+                print(f"{what:45}{contender:15}{ms:9.4f} ms{rate:7.1f} TFLOP/s {more[0]}")
+                continue
+            # A short kernel's start and end count for a copy of as many bytes as well.
+            if moved not in copies:
+                copies[moved] = milliseconds(copying(moved // 2))
+            shares = dict(share=rate / copy, share_of_same_copy=copies[moved] / ms)
+            rows.append(row | dict(TBps=rate) | shares)
+            shares = "".join(f"{share:7.1%}" for share in shares.values())
+            print(f"{what:45}{contender:15}{ms:9.4f} ms{rate:7.2f} TB/s{shares}", flush=True)
     query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem"
     report = {
         "gpu": subprocess.getoutput(f"nvidia-smi --query-gpu={query} --format=csv") if GPU else "",

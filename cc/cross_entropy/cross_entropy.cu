@@ -20,14 +20,13 @@ struct SoftmaxSums {
   float sum_x;  // only where labels are smoothed
 };
 
-// 16 bytes of a row. It is read once and need not stay in the caches; the gradient is read soon.
-// __ldcs is no non-coherent load, so that dlogits may alias logits.
+// 16 bytes of a row. __ldcg is no non-coherent load, so that dlogits may alias logits.
 template <typename T>
 struct Vector {
   static constexpr int kSize = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
   uint4 words;
 
-  __device__ static Vector Load(const Vector* p) { return {__ldcs(&p->words)}; }
+  __device__ static Vector Load(const Vector* p) { return {__ldcg(&p->words)}; }
   __device__ void Store(Vector* p) const { p->words = words; }
 
   __device__ static Vector MinusInf() {

@@ -59,9 +59,16 @@ Status DescribeBlockGrad(const TensorView& dloss, const TensorView& labels,
   return Ok();
 }
 
-Status CheckHiddenGrad(const TensorView& sum, const TensorView& addend, const TensorView& new_sum) {
-  if (sum.dtype != DType::kFloat32 || !addend.SameShape(sum) || !new_sum.SameShapeAndDType(sum)) {
-    return Error("sum and addend must be of one shape, the sum float32");
+Status CheckHiddenGrad(const TensorView& sum, const TensorView& rest, const TensorView& addend,
+                       const TensorView& new_sum, const TensorView& new_rest) {
+  const bool split = sum.dtype == DType::kBFloat16;
+  if ((sum.dtype != DType::kFloat32 && !split) || !addend.SameShape(sum) ||
+      !new_sum.SameShapeAndDType(sum)) {
+    return Error("sum and addend must be of one shape, the sum float32 or bfloat16");
+  }
+  if (rest.dtype != DType::kUInt8 || !new_rest.SameShapeAndDType(rest) ||
+      (split ? rest.size() != 2 * sum.size() : rest.present())) {
+    return Error("rest must be uint8, two for each element of a bfloat16 sum and else none");
   }
   return Ok();
 }

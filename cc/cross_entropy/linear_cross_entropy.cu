@@ -27,19 +27,31 @@ bool Aligned(int64_t size, Pointers... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % size == 0) && ...);
 }
 
-// Four elements to a thread. No __restrict__: out may be sum.
-template <typename T, int kSize>
+// A pack to a thread. No __restrict__: the results may be where the sum is. Sum is float, or
+// uint16_t for the bits of a bfloat16 with its rest.
+template <typename Sum, typename T, int kSize>
 __global__ void __launch_bounds__(kThreads)
-    LinearCrossEntropyHiddenGradKernel(const float* sum, const T* addend, int64_t packs,
-                                       float* out) {
-  const int64_t stride = int64_t{kThreads} * gridDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < packs; i += stride) {
-    auto s = reinterpret_cast<const Pack<float, kSize>*>(sum)[i];
-    const auto a = reinterpret_cast<const Pack<T, kSize>*>(addend)[i];
+    LinearCrossEntropyHiddenGradKernel(const Sum* sum, const int16_t* rest, const T* addend,
+                                       int64_t packs, Sum* new_sum, int16_t* new_rest) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= packs) return;
+  auto s = reinterpret_cast<const Pack<Sum, kSize>*>(sum)[i];
+  const auto a = reinterpret_cast<const Pack<T, kSize>*>(addend)[i];
+  if constexpr (std::is_same_v<Sum, float>) {
 #pragma unroll
     for (int e = 0; e < kSize; ++e) s.x[e] += float(a.x[e]);
-    reinterpret_cast<Pack<float, kSize>*>(out)[i] = s;
+  } else {
+    auto r = reinterpret_cast<const Pack<int16_t, kSize>*>(rest)[i];
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) {
+      const float value = __uint_as_float((uint32_t{s.x[e]} << 16) + r.x[e]) + float(a.x[e]);
+      const uint32_t bits = isnan(value) ? 0x7fc00000 : __float_as_uint(value);
+      s.x[e] = (bits + 0x8000) >> 16;
+      r.x[e] = bits - (uint32_t{s.x[e]} << 16);
+    }
+    reinterpret_cast<Pack<int16_t, kSize>*>(new_rest)[i] = r;
   }
+  reinterpret_cast<Pack<Sum, kSize>*>(new_sum)[i] = s;
 }
 
 // Packs of the block go to their rows of `whole`. Their size divides those of the rows, but where
@@ -70,21 +82,31 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Status LinearCrossEntropyHiddenGrad(Gpu gpu, TensorView sum, TensorView addend,
-                                    TensorView new_sum) {
-  if (Status s = CheckHiddenGrad(sum, addend, new_sum); !s.ok() || sum.size() == 0) return s;
+Status LinearCrossEntropyHiddenGrad(Gpu gpu, TensorView sum, TensorView rest, TensorView addend,
+                                    TensorView new_sum, TensorView new_rest) {
+  if (Status s = CheckHiddenGrad(sum, rest, addend, new_sum, new_rest);
+      !s.ok() || sum.size() == 0) {
+    return s;
+  }
   return DispatchType<float, half, bf16>("linear_cross_entropy", addend.dtype, [&](auto t) {
     using T = decltype(t);
-    const auto launch = [&](auto size) {
-      const int64_t packs = sum.size() / size;
-      LinearCrossEntropyHiddenGradKernel<T, size><<<Grid(packs), kThreads, 0, gpu.stream>>>(
-          sum.as<const float>(), addend.as<const T>(), packs, new_sum.as<float>());
+    const auto launch = [&](auto of_sum, auto size) {
+      using Sum = decltype(of_sum);
+      const int64_t packs = sum.size() / size, blocks = (packs - 1) / kThreads + 1;
+      LinearCrossEntropyHiddenGradKernel<Sum, T, size><<<blocks, kThreads, 0, gpu.stream>>>(
+          sum.as<const Sum>(), rest.as<const int16_t>(), addend.as<const T>(), packs,
+          new_sum.as<Sum>(), new_rest.as<int16_t>());
       return CudaStatus();
     };
-    const bool whole = sum.size() % 4 == 0 && Aligned(16, sum.data, new_sum.data) &&
-                       Aligned(4 * sizeof(T), addend.data);
-    return whole ? launch(std::integral_constant<int, 4>{})
-                 : launch(std::integral_constant<int, 1>{});
+    const auto with = [&](auto of_sum) {
+      const int64_t bytes = 4 * sizeof(of_sum);
+      const bool whole = sum.size() % 4 == 0 && Aligned(bytes, sum.data, new_sum.data) &&
+                         Aligned(8, rest.data, new_rest.data) &&
+                         Aligned(4 * sizeof(T), addend.data);
+      return whole ? launch(of_sum, std::integral_constant<int, 4>{})
+                   : launch(of_sum, std::integral_constant<int, 1>{});
+    };
+    return sum.dtype == DType::kFloat32 ? with(0.0f) : with(uint16_t{0});
   });
 }
 

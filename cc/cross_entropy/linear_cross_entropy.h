@@ -38,10 +38,15 @@ Status LinearCrossEntropyGrad(Gpu gpu, TensorView dloss, TensorView labels, Tens
                               bool has_ignore_class, int64_t ignore_class, float label_smoothing,
                               float z_loss, float soft_cap, TensorView dlogits);
 
-// new_sum = sum + addend; the sum is float32, the addend of any of the three types and of the
-// same shape. new_sum may alias sum.
-Status LinearCrossEntropyHiddenGrad(Cpu cpu, TensorView sum, TensorView addend, TensorView new_sum);
-Status LinearCrossEntropyHiddenGrad(Gpu gpu, TensorView sum, TensorView addend, TensorView new_sum);
+// The sum grows by addend, in float32 arithmetic: [..., n], of any of the three types. A float32
+// sum has a rest of shape [0]. One of bfloat16 is always rounded to the nearest, and the rest,
+// uint8 [..., n, 2], holds a 16-bit integer for each element: as integers, sum * 2^16 + rest are
+// the bits of the float32 sum. So the result needs no memory beside the sum's own. Outputs may
+// alias what they continue.
+Status LinearCrossEntropyHiddenGrad(Cpu cpu, TensorView sum, TensorView rest, TensorView addend,
+                                    TensorView new_sum, TensorView new_rest);
+Status LinearCrossEntropyHiddenGrad(Gpu gpu, TensorView sum, TensorView rest, TensorView addend,
+                                    TensorView new_sum, TensorView new_rest);
 
 // A copy of `whole`, [features, classes], in which `block`, [features, classes of the block] of
 // its own dtype, takes its place; [classes, features] under transpose_kernel. new_whole may alias
@@ -65,7 +70,8 @@ Status DescribeBlockGrad(const TensorView& dloss, const TensorView& labels,
                          const TensorView& log_sum, bool has_ignore_class, int64_t ignore_class,
                          float label_smoothing, float z_loss, float soft_cap,
                          const TensorView& dlogits, CrossEntropyProblem* problem);
-Status CheckHiddenGrad(const TensorView& sum, const TensorView& addend, const TensorView& new_sum);
+Status CheckHiddenGrad(const TensorView& sum, const TensorView& rest, const TensorView& addend,
+                       const TensorView& new_sum, const TensorView& new_rest);
 // A gradient of the kernel as rows into which a part goes that starts at `unit` times the block's
 // first class, which is `last` at most.
 struct KernelGradProblem {

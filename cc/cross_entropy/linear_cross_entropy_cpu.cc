@@ -11,11 +11,20 @@
 
 namespace tf_ops {
 
-Status LinearCrossEntropyHiddenGrad(Cpu cpu, TensorView sum, TensorView addend,
-                                    TensorView new_sum) {
-  if (Status s = CheckHiddenGrad(sum, addend, new_sum); !s.ok()) return s;
+Status LinearCrossEntropyHiddenGrad(Cpu cpu, TensorView sum, TensorView rest, TensorView addend,
+                                    TensorView new_sum, TensorView new_rest) {
+  if (Status s = CheckHiddenGrad(sum, rest, addend, new_sum, new_rest); !s.ok()) return s;
   return DispatchType<float, half, bf16>("linear_cross_entropy", addend.dtype, [&](auto t) {
     using T = decltype(t);
+    if (sum.dtype == DType::kBFloat16) {
+      const auto add_row = TF_OPS_SIMD(AddSplitRow<T>);
+      cpu.ParallelFor(sum.size(), 1, [&](int64_t begin, int64_t end) {
+        add_row(sum.as<const bf16>() + begin, rest.as<const int16_t>() + begin,
+                addend.as<const T>() + begin, end - begin, new_sum.as<bf16>() + begin,
+                new_rest.as<int16_t>() + begin);
+      });
+      return Ok();
+    }
     const auto add_row = TF_OPS_SIMD(AddRow<T>);
     cpu.ParallelFor(sum.size(), 1, [&](int64_t begin, int64_t end) {
       add_row(sum.as<const float>() + begin, addend.as<const T>() + begin, end - begin,

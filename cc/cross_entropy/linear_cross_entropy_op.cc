@@ -57,18 +57,22 @@ REGISTER_OP("TfOps>LinearCrossEntropyGrad")
 TF_OPS_BIND("TfOps>LinearCrossEntropyGrad", LinearCrossEntropyGrad, Forward("logits", "dlogits"));
 
 REGISTER_OP("TfOps>LinearCrossEntropyHiddenGrad")
-    .Input("sum: float")
+    .Input("sum: Tsum")
+    .Input("rest: uint8")
     .Input("addend: T")
-    .Output("new_sum: float")
+    .Output("new_sum: Tsum")
+    .Output("new_rest: uint8")
+    .Attr("Tsum: {float, bfloat16}")
     .Attr("T: {float, half, bfloat16}")
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle sum;
-      TF_RETURN_IF_ERROR(c->Merge(c->input(0), c->input(1), &sum));
+      TF_RETURN_IF_ERROR(c->Merge(c->input(0), c->input(2), &sum));
       c->set_output(0, sum);
+      c->set_output(1, c->input(1));
       return absl::OkStatus();
     });
 TF_OPS_BIND("TfOps>LinearCrossEntropyHiddenGrad", LinearCrossEntropyHiddenGrad,
-            Forward("sum", "new_sum"));
+            Forward("sum", "new_sum"), Forward("rest", "new_rest"));
 
 REGISTER_OP("TfOps>LinearCrossEntropyKernelGrad")
     .Input("whole: Twhole")

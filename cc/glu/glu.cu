@@ -8,8 +8,6 @@ namespace tf_ops {
 namespace {
 
 constexpr int kThreads = 256;
-// Vectors that a thread reads of each input before it computes: enough bytes in flight.
-constexpr int kUnroll = 2;
 
 // To what its caller's dtype can show; the intrinsics scale denormal numbers, for which there is
 // no use here.
@@ -59,69 +57,53 @@ __device__ float2 Activate(float x) {
 
 // Vector number v of y and dy, which is number `at` of gate, up and their gradients. All loads
 // come before all stores, which may go to the same memory.
-template <typename T, int kVec, Activation kActivation, bool kGrad, int kCount>
-__device__ void Process(const GatedLinearUnitProblem& p, const int64_t (&v)[kCount],
-                        const int64_t (&at)[kCount], const bool (&valid)[kCount]) {
+template <typename T, int kVec, Activation kActivation, bool kGrad>
+__device__ void Process(const GatedLinearUnitProblem& p, int64_t v, int64_t at) {
   using Vector = Raw<T, kVec>;
-  Vector raw_gate[kCount], raw_up[kCount], raw_dy[kCount];
+  const Vector raw_gate = __ldcg(static_cast<const Vector*>(p.gate) + at);
+  const Vector raw_up = __ldcg(static_cast<const Vector*>(p.up) + at);
+  float gate[kVec], up[kVec];
+  if constexpr (kGrad) {
+    const Vector raw_dy = __ldcg(static_cast<const Vector*>(p.dy) + v);
+    float dy[kVec];
+    Unpack<T, kVec>(raw_gate, gate);
+    Unpack<T, kVec>(raw_up, up);
+    Unpack<T, kVec>(raw_dy, dy);
 #pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    if (!valid[k]) continue;
-    raw_gate[k] = __ldcs(static_cast<const Vector*>(p.gate) + at[k]);
-    raw_up[k] = __ldcs(static_cast<const Vector*>(p.up) + at[k]);
-    if constexpr (kGrad) raw_dy[k] = __ldcs(static_cast<const Vector*>(p.dy) + v[k]);
-  }
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    if (!valid[k]) continue;
-    float gate[kVec], up[kVec];
-    Unpack<T, kVec>(raw_gate[k], gate);
-    Unpack<T, kVec>(raw_up[k], up);
-    if constexpr (kGrad) {
-      float dy[kVec];
-      Unpack<T, kVec>(raw_dy[k], dy);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float2 f = Activate<T, kActivation>(gate[i]);
-        gate[i] = dy[i] * up[i] * f.y;
-        up[i] = dy[i] * f.x;
-      }
-      static_cast<Vector*>(p.dgate)[at[k]] = Pack<T, kVec>(gate);
-      static_cast<Vector*>(p.dup)[at[k]] = Pack<T, kVec>(up);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) up[i] *= Activate<T, kActivation>(gate[i]).x;
-      static_cast<Vector*>(p.y)[v[k]] = Pack<T, kVec>(up);
+    for (int i = 0; i < kVec; ++i) {
+      const float2 f = Activate<T, kActivation>(gate[i]);
+      gate[i] = dy[i] * up[i] * f.y;
+      up[i] = dy[i] * f.x;
     }
+    static_cast<Vector*>(p.dgate)[at] = Pack<T, kVec>(gate);
+    static_cast<Vector*>(p.dup)[at] = Pack<T, kVec>(up);
+  } else {
+    Unpack<T, kVec>(raw_gate, gate);
+    Unpack<T, kVec>(raw_up, up);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) up[i] *= Activate<T, kActivation>(gate[i]).x;
+    static_cast<Vector*>(p.y)[v] = Pack<T, kVec>(up);
   }
 }
 
+// A vector to a thread: with few registers, the many threads keep enough loads in flight.
 template <typename T, int kVec, Activation kActivation, bool kGrad>
 __global__ void __launch_bounds__(kThreads) GatedLinearUnitKernel(GatedLinearUnitProblem p) {
   // Packed rows are whole vectors; what is not packed is one row, which may have a rest.
   const int64_t vectors_per_row = p.cols / kVec, gap = (p.stride - p.cols) / kVec;
   const int64_t vectors = p.rows * vectors_per_row;
-  const int64_t step = int64_t{gridDim.x} * kThreads * kUnroll;
-  for (int64_t first = int64_t{blockIdx.x} * kThreads * kUnroll + threadIdx.x; first < vectors;
-       first += step) {
-    int64_t v[kUnroll], at[kUnroll];
-    bool valid[kUnroll];
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      v[k] = first + k * kThreads;
-      valid[k] = v[k] < vectors;
-      // Divisions of 64 bits are slow.
-      const int64_t row = gap == 0                ? 0
-                          : vectors <= UINT32_MAX ? uint32_t(v[k]) / uint32_t(vectors_per_row)
-                                                  : v[k] / vectors_per_row;
-      at[k] = v[k] + row * gap;
-    }
-    Process<T, kVec, kActivation, kGrad>(p, v, at, valid);
+  const int64_t v = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (v < vectors) {
+    // Divisions of 64 bits are slow.
+    const int64_t row = gap == 0                ? 0
+                        : vectors <= UINT32_MAX ? uint32_t(v) / uint32_t(vectors_per_row)
+                                                : v / vectors_per_row;
+    Process<T, kVec, kActivation, kGrad>(p, v, v + row * gap);
   }
   if constexpr (kVec > 1) {
     const int64_t rest = vectors * kVec + threadIdx.x;
     if (blockIdx.x == 0 && rest < p.rows * p.cols) {
-      Process<T, 1, kActivation, kGrad, 1>(p, {rest}, {rest}, {true});
+      Process<T, 1, kActivation, kGrad>(p, rest, rest);
     }
   }
 }
@@ -139,8 +121,7 @@ Status RunGatedLinearUnit(Gpu gpu, const GatedLinearUnitProblem& p) {
     }
     const auto launch = [&](auto activation, auto vec, auto grad) {
       constexpr int kWidth = decltype(vec)::value;
-      const int64_t per_block = int64_t{kThreads} * kUnroll * kWidth;
-      const int64_t blocks = std::min<int64_t>((p.rows * p.cols - 1) / per_block + 1, INT32_MAX);
+      const int64_t blocks = (p.rows * p.cols - 1) / (kThreads * kWidth) + 1;
       GatedLinearUnitKernel<T, kWidth, decltype(activation)::value, decltype(grad)::value>
           <<<blocks, kThreads, 0, gpu.stream>>>(p);
     };

@@ -8,12 +8,14 @@ namespace {
 
 // kRows rows at a time per block, kThreads threads to a row, which they hold in registers: it is
 // read from memory once, all of its loads in flight together.
-template <typename T, bool kMean, int kVec, int kThreads, int kChunks, int kRows>
+template <typename T, bool kFloatWeights, bool kMean, int kVec, int kThreads, int kChunks,
+          int kRows>
 __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(NormalizationProblem p) {
   using Vector = Raw<T, kVec>;
   __shared__ WarpSums<1> warps;
   int half = 0;
-  const bool float_weights = p.weight_dtype == DType::kFloat32;
+  // Weights that are left out are zeros: without branches the loads of all are in flight together.
+  const float scale_offset = p.scale ? p.scale_offset : 1.0f;
   const int lane = threadIdx.x % kThreads;
   const float cols = p.cols;
 
@@ -23,30 +25,32 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
     const int64_t row = first + threadIdx.x / kThreads;
     const int64_t vectors = row < p.rows ? p.cols / kVec : 0, base = row * vectors;
 
+    // What lies beyond the row is zeros, without branches, which would part the loads.
+    bool valid[kChunks];
     Vector x[kChunks];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int64_t v = lane + c * kThreads;
-      if (v < vectors) x[c] = __ldcg(static_cast<const Vector*>(p.x) + base + v);
+      valid[c] = v < vectors;
+      x[c] = valid[c] ? __ldcg(static_cast<const Vector*>(p.x) + base + v) : Vector{};
     }
     if (p.residual) {
       Vector residual[kChunks];
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         const int64_t v = lane + c * kThreads;
-        if (v < vectors) residual[c] = __ldcg(static_cast<const Vector*>(p.residual) + base + v);
+        residual[c] =
+            valid[c] ? __ldcg(static_cast<const Vector*>(p.residual) + base + v) : Vector{};
       }
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        const int64_t v = lane + c * kThreads;
-        if (v >= vectors) continue;
         float a[kVec], b[kVec];
         Unpack<T, kVec>(x[c], a);
         Unpack<T, kVec>(residual[c], b);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) a[i] += b[i];
         x[c] = Pack<T, kVec>(a);
-        static_cast<Vector*>(p.s)[base + v] = x[c];
+        if (valid[c]) static_cast<Vector*>(p.s)[base + lane + c * kThreads] = x[c];
       }
     }
 
@@ -55,7 +59,6 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
       float sum[1] = {0.0f};
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        if (lane + c * kThreads >= vectors) continue;
         float a[kVec];
         Unpack<T, kVec>(x[c], a);
 #pragma unroll
@@ -67,11 +70,11 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
     float squares[1] = {0.0f};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      if (lane + c * kThreads >= vectors) continue;
-      float a[kVec];
+      float a[kVec], sum = 0.0f;
       Unpack<T, kVec>(x[c], a);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) squares[0] += (a[i] - mean) * (a[i] - mean);
+      for (int i = 0; i < kVec; ++i) sum += (a[i] - mean) * (a[i] - mean);
+      squares[0] += valid[c] ? sum : 0.0f;
     }
     SumOverRow<kThreads>(squares, warps, half);
     const float rstd = rsqrtf(squares[0] / cols + p.epsilon);
@@ -81,25 +84,33 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
     }
 
     const int64_t weight = GroupOf(p, row) * vectors;
+    Vector scale[kChunks] = {}, beta[kChunks] = {};
+    if constexpr (!kFloatWeights) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int64_t v = weight + lane + c * kThreads;
+        if (valid[c] && p.scale) scale[c] = __ldg(static_cast<const Vector*>(p.scale) + v);
+        if (kMean && valid[c] && p.beta) beta[c] = __ldg(static_cast<const Vector*>(p.beta) + v);
+      }
+    }
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int64_t v = lane + c * kThreads;
-      if (v >= vectors) continue;
-      float a[kVec], w[kVec];
+      float a[kVec], w[kVec] = {}, b[kVec] = {};
       Unpack<T, kVec>(x[c], a);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) a[i] = (a[i] - mean) * rstd;
-      if (p.scale) {
-        LoadWeights<T, kVec>(p.scale, float_weights, weight + v, w);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) a[i] *= w[i] + p.scale_offset;
+      if constexpr (!kFloatWeights) {
+        Unpack<T, kVec>(scale[c], w);
+        Unpack<T, kVec>(beta[c], b);
+      } else {
+        if (valid[c] && p.scale) LoadWeights<T, kVec>(p.scale, true, weight + v, w);
+        if (kMean && valid[c] && p.beta) LoadWeights<T, kVec>(p.beta, true, weight + v, b);
       }
-      if (p.beta) {
-        LoadWeights<T, kVec>(p.beta, float_weights, weight + v, w);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) a[i] += w[i];
+      for (int i = 0; i < kVec; ++i) {
+        a[i] = (a[i] - mean) * rstd * (w[i] + scale_offset);
+        if constexpr (kMean) a[i] += b[i];
       }
-      static_cast<Vector*>(p.y)[base + v] = Pack<T, kVec>(a);
+      if (valid[c]) static_cast<Vector*>(p.y)[base + v] = Pack<T, kVec>(a);
     }
   }
 }
@@ -194,8 +205,12 @@ Status Normalize(Gpu gpu, const NormalizationProblem& p) {
           constexpr int kThreads = Layout::kThreadsPerRow;
           constexpr int kRows = kThreads < 128 ? 128 / kThreads : 1;
           const int64_t blocks = std::min((p.rows + kRows - 1) / kRows, kMostBlocks);
-          NormalizationKernel<T, kMean, kVec, kThreads, Layout::kChunksPerThread, kRows>
-              <<<blocks, kThreads * kRows, 0, gpu.stream>>>(p);
+          const auto with = [&](auto float_weights) {
+            NormalizationKernel<T, decltype(float_weights)::value, kMean, kVec, kThreads,
+                                Layout::kChunksPerThread, kRows>
+                <<<blocks, kThreads * kRows, 0, gpu.stream>>>(p);
+          };
+          p.weight_dtype == kDTypeOf<T> ? with(std::is_same<T, float>{}) : with(std::true_type{});
           return true;
         };
         // A warp or less for a row as long as that holds it without spilling; four vectors per

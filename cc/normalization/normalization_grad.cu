@@ -19,6 +19,11 @@ __device__ void StartCopy(Vector* to, const Vector* from) {
   }
 }
 
+// Keeps the compiler from unpacking once what a loop unpacks each time.
+__device__ void KeepRaw(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
+__device__ void KeepRaw(uint32_t& v) { asm volatile("" : "+r"(v)); }
+__device__ void KeepRaw(uint16_t& v) { asm volatile("" : "+h"(v)); }
+
 // What the gradient needs to know of a row.
 struct RowStats {
   float mean = 0.0f, rstd = 0.0f, dmean = 0.0f, drstd = 0.0f;
@@ -88,6 +93,8 @@ struct GradShape {
   // A block of 512 threads on a multiprocessor leaves 128 registers to each.
   static constexpr int kBlock = 512, kRows = kBlock / Layout::kThreadsPerRow;
   static constexpr int kTensor = Layout::kChunksPerThread * kBlock;  // vectors
+  // More than two vectors of g and xhat do not fit the registers from one pass to the other.
+  static constexpr bool kReadsTwice = Layout::kChunksPerThread > 2;
 };
 constexpr int kStages = 3;  // rows in shared memory: this one and two to come
 
@@ -154,17 +161,36 @@ __global__ void __launch_bounds__(GradShape<Layout>::kBlock, 1)
   start();
   start();
   RowStats next = row_here < rows ? LoadStats<kMean>(p, stats_row) : RowStats{};
-  float w[kChunks][kVec], dscale[kChunks][kVec] = {}, dbeta[kMean ? kChunks : 1][kVec] = {};
+  float dscale[kChunks][kVec] = {}, dbeta[kMean ? kChunks : 1][kVec] = {};
+  // The weights: as they are in memory where registers are short.
+  float w[Shape::kReadsTwice ? 1 : kChunks][kVec];
+  Vector raw_w[Shape::kReadsTwice ? kChunks : 1] = {};
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     const bool load = p.scale && valid[c];
-    if (load) {
-      LoadWeights<T, kVec>(p.scale, p.weight_dtype == DType::kFloat32,
-                           group * vectors + first_vector + c * kThreads, w[c]);
+    const int64_t at = group * vectors + first_vector + c * kThreads;
+    if constexpr (Shape::kReadsTwice) {
+      if (load) raw_w[c] = __ldg(static_cast<const Vector*>(p.scale) + at);
+    } else {
+      if (load) LoadWeights<T, kVec>(p.scale, p.weight_dtype == DType::kFloat32, at, w[c]);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) w[c][i] = load ? w[c][i] + p.scale_offset : 1.0f;
+    }
+  }
+  const float scale_offset = p.scale ? p.scale_offset : 1.0f;
+  // xhat and g = dy (scale + scale_offset) of a vector, from d = dy and xhat = x.
+  const auto prepare = [&](int c, const RowStats& row, const float (&d)[kVec], float (&xhat)[kVec],
+                           float (&g)[kVec]) {
+    if constexpr (Shape::kReadsTwice) {
+      KeepRaw(raw_w[c]);
+      Unpack<T, kVec>(raw_w[c], g);
     }
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) w[c][i] = load ? w[c][i] + p.scale_offset : 1.0f;
-  }
+    for (int i = 0; i < kVec; ++i) {
+      xhat[i] = (xhat[i] - row.mean) * row.rstd;
+      g[i] = d[i] * (Shape::kReadsTwice ? g[i] + scale_offset : w[c][i]);
+    }
+  };
   if constexpr (kCluster > 1) sum.Init();
 
   const float inverse_cols = 1.0f / p.cols;
@@ -178,18 +204,17 @@ __global__ void __launch_bounds__(GradShape<Layout>::kBlock, 1)
     WaitForCopyGroups<kStages - 1>();
 
     const Vector* const from = ring + stage_here;
-    float g[kChunks][kVec], xhat[kChunks][kVec];  // g = dy (scale + scale_offset)
-    float sums[kValues] = {};                     // of g xhat, and of g
+    float g[kChunks][kVec], xhat[kChunks][kVec];
+    float sums[kValues] = {};  // of g xhat, and of g
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       if (!valid[c] || !active) continue;
       float d[kVec];
       Unpack<T, kVec>(from[c * kBlock], d);
       Unpack<T, kVec>(from[kTensor + c * kBlock], xhat[c]);
+      prepare(c, row, d, xhat[c], g[c]);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        xhat[c][i] = (xhat[c][i] - row.mean) * row.rstd;
-        g[c][i] = d[i] * w[c][i];
         sums[0] += g[c][i] * xhat[c][i];
         dscale[c][i] += d[i] * xhat[c][i];
         if constexpr (kMean) {
@@ -211,6 +236,11 @@ __global__ void __launch_bounds__(GradShape<Layout>::kBlock, 1)
     for (int c = 0; c < kChunks; ++c) {
       if (!valid[c] || !active) continue;
       float d[kVec];
+      if constexpr (Shape::kReadsTwice) {
+        Unpack<T, kVec>(from[c * kBlock], d);
+        Unpack<T, kVec>(from[kTensor + c * kBlock], xhat[c]);
+        prepare(c, row, d, xhat[c], g[c]);
+      }
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         d[i] = row.rstd * (g[c][i] - shift - xhat[c][i] * dot);
@@ -273,6 +303,7 @@ bool LaunchGrad(Gpu gpu, const NormalizationProblem& p, int64_t* parts) {
   constexpr int kCluster = Shape::kCluster, kRows = Shape::kRows;
   const DeviceProperties device = CurrentDevice();
   if (kCluster > 1 && !(TF_OPS_SM90A && device.major == 9)) return false;
+  if (Shape::kReadsTwice && p.scale && p.weight_dtype != kDTypeOf<T>) return false;
   const auto kernel = NormalizationGradKernel<T, kMean, kVec, Layout>;
   const int ring = kStages * (p.ds ? 3 : 2) * Shape::kTensor * int(sizeof(Raw<T, kVec>));
   const int sums = kRows > 1 ? Shape::kTensor * kVec * int(sizeof(float)) : 0;
@@ -430,7 +461,8 @@ Status NormalizeGrad(Gpu gpu, const NormalizationProblem& p) {
     };
     if (!DispatchLayout<RowLayout<8, 1>, RowLayout<16, 1>, RowLayout<32, 1>, RowLayout<32, 2>,
                         RowLayout<64, 2>, RowLayout<128, 2>, RowLayout<256, 2>, RowLayout<512, 2>,
-                        RowLayout<512, 2, 2>, RowLayout<512, 2, 4>, RowLayout<512, 2, 8>>(
+                        RowLayout<512, 4>, RowLayout<512, 2, 2>, RowLayout<512, 4, 2>,
+                        RowLayout<512, 2, 4>, RowLayout<512, 4, 4>, RowLayout<512, 2, 8>>(
             p.cols / kVec, launch)) {
       parts = std::min({NormalizationGpuParts(p), p.rows / p.groups,
                         std::max<int64_t>(CurrentDevice().multiprocessors / p.groups, 1)});

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 256;
 // Heads that share a thread's sines and cosines; their loads are in flight together.
-constexpr int kHeads = 4;
+constexpr int kHeads = 2;
 
 // The formulas of rotary_simd.h.
 __device__ void SineAndCosine(uint32_t phase, float* sin, float* cos) {
@@ -25,10 +25,10 @@ __device__ void SineAndCosine(uint32_t phase, float* sin, float* cos) {
   *cos = __uint_as_float(__float_as_uint(swap ? s : c) ^ ((quarter + 1) & 2) << 30);
 }
 
-// Entries [a, a + kVec) and [b, b + kVec) of a head: kVec pairs to rotate, from number `pair` on,
-// or entries to copy, of which the second vector may lie beyond the head.
+// Entries [a, a + kVec) and [b, b + kVec) of a head: kVec pairs to rotate, or entries to copy, of
+// which the second vector may lie beyond the head.
 struct Unit {
-  int64_t a, b, pair;
+  int64_t a, b;
   bool rotates, has_b;
 };
 
@@ -36,17 +36,25 @@ template <int kVec, bool kInterleaved>
 __device__ Unit UnitAt(const RotaryProblem& p, int64_t number) {
   const int64_t rotating = p.pairs / kVec;
   if (number < rotating) {
-    const int64_t pair = number * kVec;
-    return kInterleaved ? Unit{2 * pair, 2 * pair + kVec, pair, true, true}
-                        : Unit{pair, p.pairs + pair, pair, true, true};
+    // A vector that is interleaved holds whole pairs: neighbours may take neighbouring vectors.
+    if (kInterleaved && kVec == 1) return {2 * number, 2 * number + 1, true, true};
+    return {number * kVec, p.pairs + number * kVec, true, true};
   }
   const int64_t a = 2 * p.pairs + (number - rotating) * 2 * kVec;
-  return {a, a + kVec, 0, false, a + kVec < p.head_dim};
+  return {a, a + kVec, false, a + kVec < p.head_dim};
+}
+
+// The number of a unit's pair i.
+template <int kVec, bool kInterleaved>
+__device__ int64_t PairOf(const RotaryProblem& p, int64_t number, int i) {
+  constexpr int kHalf = kVec / 2;
+  if (!kInterleaved || kVec == 1) return number * kVec + i;
+  return i < kHalf ? number * kHalf + i : p.pairs / 2 + number * kHalf + i - kHalf;
 }
 
 // The angles of a unit's pairs at a token.
-template <int kVec>
-__device__ void Angles(const RotaryProblem& p, const uint64_t* turns, int64_t pair, int64_t row,
+template <int kVec, bool kInterleaved>
+__device__ void Angles(const RotaryProblem& p, const uint64_t* turns, int64_t number, int64_t row,
                        int64_t at, float (&sin)[kVec], float (&cos)[kVec]) {
   const int64_t position = p.positions ? __ldg(p.positions + row * p.position_stride + at) : at;
   if (p.cos) {
@@ -54,14 +62,15 @@ __device__ void Angles(const RotaryProblem& p, const uint64_t* turns, int64_t pa
     const bool outside = p.table_by_position && uint64_t(position) >= uint64_t(p.table_rows);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const int64_t entry = table_row * p.pairs + pair + i;
+      const int64_t entry = table_row * p.pairs + PairOf<kVec, kInterleaved>(p, number, i);
       sin[i] = outside ? NAN : __ldg(p.sin + entry);
       cos[i] = outside ? NAN : __ldg(p.cos + entry);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      SineAndCosine(uint64_t(position) * turns[pair + i] >> 32, &sin[i], &cos[i]);
+      const int64_t pair = PairOf<kVec, kInterleaved>(p, number, i);
+      SineAndCosine(uint64_t(position) * turns[pair] >> 32, &sin[i], &cos[i]);
     }
   }
   if (p.inverse) {
@@ -79,7 +88,8 @@ __global__ void __launch_bounds__(kThreads)
   using Vector = Raw<T, kVec>;
   __shared__ uint64_t turns[RotaryProblem::kMaxPairs];
   const Index item = Index{blockIdx.x} * kThreads + threadIdx.x;
-  const Unit unit = UnitAt<kVec, kInterleaved>(p, item % units);
+  const int64_t number = item % units;
+  const Unit unit = UnitAt<kVec, kInterleaved>(p, number);
   const int64_t group = item / units % groups, token = item / units / groups, step = groups;
   const int64_t heads = token < p.batch * p.seq ? p.heads + p.key_heads : 0;
 
@@ -93,8 +103,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t head = group + k * step;
     if (head >= heads) continue;
     const T* x = static_cast<const T*>(head < p.heads ? p.x : p.key) + offset(head);
-    a[k] = __ldcs(reinterpret_cast<const Vector*>(x + unit.a));
-    if (unit.has_b) b[k] = __ldcs(reinterpret_cast<const Vector*>(x + unit.b));
+    a[k] = __ldcg(reinterpret_cast<const Vector*>(x + unit.a));
+    if (unit.has_b) b[k] = __ldcg(reinterpret_cast<const Vector*>(x + unit.b));
   }
   if (!p.cos) {
     for (int i = threadIdx.x; i < p.pairs; i += kThreads) turns[i] = p.turns[i];
@@ -104,7 +114,7 @@ __global__ void __launch_bounds__(kThreads)
   float sin[kVec], cos[kVec];
   if (unit.rotates) {
     const Index row = Index(token) / Index(p.seq), at = Index(token) % Index(p.seq);
-    Angles<kVec>(p, turns, unit.pair, row, at, sin, cos);
+    Angles<kVec, kInterleaved>(p, turns, number, row, at, sin, cos);
   }
 #pragma unroll
   for (int k = 0; k < kHeads; ++k) {
@@ -116,7 +126,6 @@ __global__ void __launch_bounds__(kThreads)
       Unpack<T, kVec>(b[k], v);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        // A vector that is interleaved holds whole pairs.
         constexpr bool kWhole = kInterleaved && kVec > 1;
         float& first = kWhole ? (2 * i < kVec ? u[2 * i % kVec] : v[2 * i % kVec]) : u[i];
         float& second =
