@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads benchmarks/results/*.json, of any family, into tables of contenders beside tf_ops.
 
-FAMILY_DEVICE.json, or FAMILY_DEVICE_more.json, holds rows, the dicts of its lists; without any it
-is one row itself. A row has a time under `us`, `ms` or `s`, of its `contender` or of each contender
-in a dict; or it has a dict for each contender, with a time. Beside a time there may be memory,
-under `MB` or the like, and a share of the limit. Strings, ints and bools of a row name the case.
+FAMILY_DEVICE.json, or FAMILY_DEVICE_more.json, holds records: dicts with times, under `us` or `ms`
+or names that end so, such as `train_ms`. A time is of the record's `contender`, else of each
+contender in a dict of times, else of the contender that the record is the value of. Memory, under
+`MB` or the like, goes with the time of the same beginning; there may be a share of the limit.
+Strings, ints and bools of the row that holds a record name the case, and so do the names between.
 """
 
 import dataclasses
@@ -23,13 +24,13 @@ TITLES = {
     "demo": "The demo's model, a training step",
     "glu": "Gated linear units",
     "normalization": "RMS and layer normalization",
+    "models": "Whole models",
     "rotary": "Rotary embedding",
     "softmax": "Masked softmax",
 }
 NAMES = {
     "ours": "tf_ops",
     "contiguous": "tf_ops",
-    "stock": "stock graph",
     "stock xla": "stock XLA",
     "torch": "PyTorch",
     "liger": "Liger",
@@ -40,7 +41,7 @@ NAMES = {
     "sdpa cudnn": "cuDNN",
     "sdpa flash": "FlashAttention 2",
 }
-UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+UNITS = {"us": 1e-3, "ms": 1.0}  # in ms
 MEMORY = {"bytes": 1e-6, "MB": 1.0, "MiB": 1.048576, "GB": 1e3, "GiB": 1073.741824}
 GRADIENTS = re.compile("gradient|backward|both|step|train")
 SHARES = ["share_of_same_copy", "share", "share_of_floor", "share_of_copy"]
@@ -65,65 +66,70 @@ def name_of(contender):
     return re.sub(r"^paged (\d+)$", r"tf_ops, pages of \1", contender)
 
 
-def time_in(row):
-    """The key and value of the row's time, in ms; the value is a dict where the row's is."""
+def unit_of(key, units):
+    """What a key's unit is worth and what else it says: ("train", 1.0) for "train_ms"."""
+    key = key.partition("_per_")[0]
+    name, _, unit = key.rpartition("_")
+    return (name, units[unit]) if unit in units else None
+
+
+def times_in(record):
+    """A record's times, in ms: what they are of, and a number or a dict of numbers."""
+    for key, value in record.items():
+        found = unit_of(key, UNITS)
+        if found and isinstance(value, dict):
+            yield found[0], {contender: found[1] * t for contender, t in value.items()}
+        elif found and isinstance(value, (int, float)):
+            yield found[0], found[1] * value
+
+
+def memory_in(record, of):
+    """A record's memory, in MB, beside its time `of` something; None if it has none."""
+    for key, value in record.items():
+        found = unit_of(key, MEMORY)
+        if found and key.startswith(of) and isinstance(value, (int, float)):
+            return found[1] * value
+    return None
+
+
+def fields(row):
+    """What a row says of its case."""
     for key, value in row.items():
-        scale = 1e3 * UNITS.get(key.partition("_per_")[0], 0)
-        if scale and isinstance(value, dict):
-            return key, {contender: scale * t for contender, t in value.items()}
-        if scale and isinstance(value, (int, float)):
-            return key, scale * value
-    return None, None
-
-
-def memory_in(row):
-    """The key and value of the row's memory, in MB."""
-    for key, value in row.items():
-        scale = MEMORY.get(key.rpartition("_")[2])
-        if scale and isinstance(value, (int, float)):
-            return key, scale * value
-    return None, None
-
-
-def case_of(row, measured):
-    parts = []
-    for key, value in row.items():
-        if key == "contender" or key in measured or isinstance(value, (float, dict, list)):
+        measured = unit_of(key, UNITS) or unit_of(key, MEMORY) or isinstance(value, float)
+        if key == "contender" or measured or not isinstance(value, (str, int)):
             continue
-        if isinstance(value, bool):
-            parts += [key] * value
-        elif value is not None:
-            parts.append(value if isinstance(value, str) else f"{key} {value}")
-    return ", ".join(parts)
+        if not isinstance(value, bool):
+            yield value if isinstance(value, str) else f"{key} {value}"
+        elif value:
+            yield key
 
 
-def rows_of(result):
-    """The rows of a file; a row that is of one contender has its name."""
-    lists = {k: v for k, v in result.items() if isinstance(v, list) and v and type(v[0]) is dict}
-    rows = [{"list": k} | row if len(lists) > 1 else row for k in lists for row in lists[k]]
-    if not rows:
-        nested = {k: v for k, v in result.items() if isinstance(v, dict)}
-        rows = [{"model": result.get("model", "step")} | nested]
-    for row in rows:
-        nested = {k: v for k, v in row.items() if isinstance(v, dict) and time_in(v)[0]}
-        plain = {k: v for k, v in row.items() if k not in nested}
-        for contender, more in nested.items():
-            yield plain | more | {"contender": contender}
-        if not nested:
-            yield row
+def records(node, names=(), case=()):
+    """The dicts with times, each with the names that lead to it and the fields of its row."""
+    if isinstance(node, list):
+        for row in node:
+            yield from records(row, (), (*case, *fields(row)) if isinstance(row, dict) else case)
+    elif isinstance(node, dict) and any(times_in(node)):
+        yield names, case, node
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from records(value, (*names, key), case)
 
 
 def measurements(result):
     """The measurements in a file, whatever its form; none if it has no times."""
     found = []
-    for row in rows_of(result):
-        (time_key, ms), (memory_key, memory) = time_in(row), memory_in(row)
-        if time_key is None:
-            continue
-        share = next((row[key] for key in SHARES if key in row), None)
-        case = case_of(row, {time_key, memory_key})
-        for contender, t in (ms if isinstance(ms, dict) else {row["contender"]: ms}).items():
-            found.append(Measurement(case, name_of(contender), t, share, row.get("ratio"), memory))
+    # tf_ops.benchmarking says what its stock is; a model's is as Keras compiles it.
+    stock = {"stock": "stock graph"} if "benchmark" in result else {}
+    for names, case, record in records(result):
+        contender = record.get("contender") or (names[-1] if names else "")
+        between = names[:-1][1:] if len(names) > 2 else names[:-1]  # the first one is of them all
+        share = next((record[key] for key in SHARES if key in record), None)
+        for of, ms in times_in(record):
+            label = ", ".join(filter(None, [*between, *case, of])) or result.get("model", "step")
+            more = share, record.get("ratio"), memory_in(record, of)
+            for name, t in (ms if isinstance(ms, dict) else {contender: ms}).items():
+                found.append(Measurement(label, stock.get(name) or name_of(name), t, *more))
     return found
 
 
@@ -177,14 +183,13 @@ class Table:
 def machine_of(result):
     """The machine and versions of a result in words."""
     machine = result.get("machine", {})
-    gpu = machine.get("name") or (result.get("gpu") or "").splitlines()[-1:]
-    gpu = ", ".join(gpu) if isinstance(gpu, list) else gpu
-    words = [gpu or result.get("cpu", "").replace("\n", ", ")]
+    gpu = machine.get("name") or ", ".join((result.get("gpu") or "").splitlines()[-1:])
+    words = [gpu or result.get("cpu", "").replace("\n", ", ") or result.get("device", "")]
     words += [f"driver {machine.get('driver_version')}"] * ("driver_version" in machine)
     for key, name in {"tensorflow": "TensorFlow", "keras": "Keras", "torch": "PyTorch"}.items():
         version = result.get(key) or machine.get(key)
         words += [f"{name} {version}"] * bool(version)
-    return ", ".join(words)
+    return ", ".join(filter(None, words))
 
 
 def tables(folder=RESULTS):

@@ -14,9 +14,9 @@ _DECODERS = {
     "h200": {"vocab": 8192, "layers": 12, "heads": 12, "kv_heads": 4, "head_dim": 128, "mlp": 4096},
 }
 _ENCODERS = {
-    "tiny": {"layers": 2, "heads": 4, "head_dim": 8, "mlp": 64},
-    "cpu": {"layers": 2, "heads": 8, "head_dim": 32, "mlp": 512},
-    "h200": {"layers": 12, "heads": 12, "head_dim": 64, "mlp": 3072},
+    "tiny": {"vocab": 61, "layers": 2, "heads": 4, "head_dim": 8, "mlp": 64},
+    "cpu": {"vocab": 512, "layers": 2, "heads": 8, "head_dim": 32, "mlp": 512},
+    "h200": {"vocab": 30522, "layers": 12, "heads": 12, "head_dim": 64, "mlp": 3072},
 }
 _WINDOW = {"tiny": 9, "cpu": 256, "h200": 1024}
 # Batch and length of the sequence; an image has so many patches.
@@ -117,9 +117,9 @@ def _gemma(size, *args):
 
 
 def _bert(size, dtype, batch, seq):
-    c, vocab = _ENCODERS[size], _DECODERS[size]["vocab"]
+    c = _ENCODERS[size]
     backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=vocab,
+        vocabulary_size=c["vocab"],
         num_layers=c["layers"],
         num_heads=c["heads"],
         hidden_dim=c["heads"] * c["head_dim"],
@@ -132,7 +132,7 @@ def _bert(size, dtype, batch, seq):
     padding_mask = np.ones((batch, seq), "int32")
     padding_mask[-1, seq - seq // 8 :] = 0
     inputs = {
-        "token_ids": rng.integers(0, vocab, (batch, seq)).astype("int32"),
+        "token_ids": rng.integers(0, c["vocab"], (batch, seq)).astype("int32"),
         "padding_mask": padding_mask,
         "segment_ids": np.zeros((batch, seq), "int32"),
     }

@@ -51,6 +51,12 @@ FORMS = {
             "stock Keras": {"ms": 3.0, "peak_GiB": 2.0},
         }
     ],
+    "of models by name": {
+        "small": {
+            "tf_ops": {"jit": True, "losses": [1.0], "train_ms": 1.5, "train_peak_GiB": 1.0},
+            "stock": {"jit": False, "losses": [1.0], "train_ms": 3.0, "train_peak_GiB": 2.0},
+        }
+    },
 }
 
 
@@ -66,13 +72,14 @@ def test_unknown_family_is_taken_up(tmp_path, form):
     text = report.page([table])
     assert "## New family\n\n### CPU\n\na CPU ([file]" in text
     expected = {"of benchmarks": "1.50 | 2.00 (2.00) | 50%", "of peers": "1.50 | 3.00 (2.00) | 50%"}
-    expected["of models"] = "1.50, 1074 MB | 3.00 (2.00), 2147 MB"
+    expected["of models"] = expected["of models by name"] = "1.50, 1074 MB | 3.00 (2.00), 2147 MB"
     assert expected.get(form, "1.50 | 3.00 (2.00)") + " |" in text
     assert peer == {
         "of benchmarks": "stock XLA",
         "of peers": "PyTorch",
         "of each contender in a dict": "cuDNN",
         "of models": "stock Keras",
+        "of models by name": "stock",
     }.get(form)
 
 
@@ -82,7 +89,7 @@ def test_what_names_a_case(tmp_path):
         "causal": True,
         "masked": False,
         "pass": "forward",
-        "s": 1,
+        "us": 1,
         "contender": "ours",
     }
     (tmp_path / "a_h200_more.json").write_text(json.dumps({"rows": [row]}))
