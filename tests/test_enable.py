@@ -13,7 +13,7 @@ from keras.src.backend.tensorflow import nn as backend_nn
 from keras.src.ops import nn as ops_nn
 
 import tf_ops
-from tests.common import check
+from tf_ops.testing import check
 
 BATCH, SEQ, HEADS, DIM = 2, 43, 4, 8
 QKV = [(BATCH, SEQ, HEADS, DIM)] * 3

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tf_ops
-from tests.common import error
+from tf_ops.testing import error
 
 keras_hub = pytest.importorskip(
     "keras_hub", reason="KerasHub is not installed: pip install keras-hub"
