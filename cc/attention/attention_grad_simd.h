@@ -118,9 +118,18 @@ void ScoreGradients(const AttentionProblem& p, const AttentionGradients& g, cons
     FindKept(p, tile, kept);
     Drop(p, tile, kept, dscores);
   }
+  const bool plain = which == kAll && !p.bias && !slope && !p.dropout_threshold && !mean;
   for (int r = 0; r < lanes; r += kLanes) {
     const Floats lse = Load(queries.lse + r);
     Floats delta = Load(queries.delta + r);
+    if (plain) {
+      for (int i = r; i < tile.keys * lanes; i += lanes) {
+        const Floats weight = Weight(Load(weights + i) - lse);
+        Store(weights + i, weight);
+        Store(dscores + i, weight * (Load(dscores + i) - delta));
+      }
+      continue;
+    }
     if (mean) {
       Floats sum{}, total = p.sink ? Weight(p.sink[tile.head] - lse) : Floats{};
       for (int i = r; i < tile.keys * lanes; i += lanes) {
