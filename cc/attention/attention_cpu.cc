@@ -14,8 +14,8 @@ namespace {
 constexpr int kPad = 16;          // the widest vector
 constexpr int kMaxQueries = 64;   // of a tile of scores: four of the widest vectors
 constexpr int kMaxKeys = 64;      // of a tile of scores: the bits of a word
-constexpr int kMaxKeyBlocks = 2;  // more save little
-constexpr int kScratch = 61440;   // floats on the stack of a task; the tiles fit a core's cache
+constexpr int kMaxKeyBlocks = 3;  // of a task at once; more save little
+constexpr int kScratch = 65536;   // floats on the stack of a task; the tiles fit a core's cache
 constexpr int kFewestTasks = 16;  // below it sums are split, at the cost of memory
 constexpr int64_t kPackedFloats = 1 << 24;  // at once, unless the tasks are too few
 constexpr int kFewestReaders = 4;           // of a block of keys that is packed before
@@ -127,7 +127,7 @@ PackedKeys DivideKeys(const AttentionProblem& p, AttentionBlocks blocks) {
   packed.key_heads = p.batch * p.kv_heads;
   const int64_t readers =
       p.kv_heads > 0 ? p.heads / p.kv_heads * Blocks(p.seq_q, blocks.queries) : 0;
-  if (readers < kFewestReaders) return packed;
+  if (readers < kFewestReaders || p.seq_q < kMaxQueries) return packed;
   packed.blocks = Blocks(p.seq_k, blocks.keys);
   packed.block_size = blocks.keys * (Padded(p.head_dim) + Padded(p.value_dim)) + kPad;
   const int64_t size = AtLeast(packed.blocks * packed.block_size, 1);

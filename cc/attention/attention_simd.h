@@ -238,15 +238,20 @@ void Scores(const AttentionProblem& p, const ScoreTile& tile, const float* qt, c
   }
 }
 
-// exp(x) for x <= 0, cheaper than Exp: 2^n times a polynomial in the rest of x log2(e), exact at
-// 0. The relative error grows with -x from 1.4 to a few ulp, as the weight shrinks beside 1.
+// exp(x) for x <= 0, cheaper than Exp where multiply-adds are fused: 2^n times a polynomial in the
+// rest of x log2(e). The relative error grows with -x to a few ulp, as the weight shrinks beside
+// the largest, 1.
 TF_OPS_INLINE Floats Weight(Floats x) {
+#if TF_OPS_ISA == 1
+  return Exp(x);
+#else
   const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f,
                r = x * 1.44269504f - n;
-  Floats p = r * 1.32647273e-3f + 9.67151299e-3f;
-  p = p * r + 5.55073358e-2f;
-  p = p * r + 2.40222424e-1f;
-  p = p * r + 6.93147004e-1f;
+  Floats p = r * 1.53707101e-4f + 1.33998531e-3f;
+  p = p * r + 9.61837326e-3f;
+  p = p * r + 5.55032902e-2f;
+  p = p * r + 2.40226485e-1f;
+  p = p * r + 6.93147206e-1f;
   p = p * r + 1.0f;
 #if TF_OPS_ISA == 3
   const __mmask16 not_below = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
@@ -254,6 +259,7 @@ TF_OPS_INLINE Floats Weight(Floats x) {
 #else
   const Floats scaled = (Floats)((UInts)p + ((UInts)shifted << 23));
   return x < -87.3f ? Floats{} : scaled;
+#endif
 #endif
 }
 
@@ -324,8 +330,8 @@ void LocateKeys(const AttentionProblem& p, int64_t batch, int64_t kv_head, int64
 
 // Packs block `index` of [key_heads, blocks] for all tasks that read it.
 template <typename T>
-void PackKeysTask(const AttentionProblem& p, const AttentionBlocks& blocks, const PackedKeys& packed,
-                  int64_t index) {
+void PackKeysTask(const AttentionProblem& p, const AttentionBlocks& blocks,
+                  const PackedKeys& packed, int64_t index) {
   const int64_t key_head = packed.first_key_head + index / packed.blocks;
   const int64_t key = index % packed.blocks * blocks.keys, batch = key_head / p.kv_heads;
   const int keys = int(AtMost(AttentionRow(p, batch).keys - key, blocks.keys));
