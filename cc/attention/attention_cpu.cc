@@ -352,7 +352,7 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
                     [&](int64_t begin, int64_t end) { sum(p, g, begin, end, dquery.as<T>()); });
     if (!p.sink) return Ok();
     const auto sink_task = TF_OPS_SIMD(SinkGradTask<T>);
-    cpu.ParallelFor(p.heads, p.batch * p.seq_q * (p.value_dim / 8 + 50),
+    cpu.ParallelFor(p.heads, p.batch * p.seq_q * (4 * p.value_dim + 100),
                     [&](int64_t begin, int64_t end) {
                       for (int64_t head = begin; head < end; ++head) {
                         dsink.as<float>()[head] = sink_task(p, g, head);

@@ -294,15 +294,12 @@ float SinkGradTask(const AttentionProblem& p, const AttentionGradients& g, int64
     if (g.lse[at] == -__builtin_inff()) continue;
     const T* dy = static_cast<const T*>(g.doutput) + (i * p.heads + head) * columns;
     const T* y = static_cast<const T*>(g.output) + (i * p.heads + head) * columns;
-    Floats products{};
-    for (int c = 0; c < columns; c += kLanes) {
-      const bool whole = c + kLanes <= columns;
-      const Floats a = whole ? Load(dy + c) : LoadPartial(dy + c, columns - c);
-      const Floats b = whole ? Load(y + c) : LoadPartial(y + c, columns - c);
-      products += b == 0.0f ? Floats{} : a * b;  // NaN where nothing is seen has no say
+    double delta = g.dlse ? -double(g.dlse[at]) : 0.0;
+    for (int c = 0; c < columns; ++c) {
+      const double b = double(float(y[c]));
+      if (b != 0.0) delta += double(float(dy[c])) * b;  // NaN where nothing is seen has no say
     }
-    const float delta = ReduceSum(products) - (g.dlse ? g.dlse[at] : 0.0f);
-    sum -= double(__builtin_expf(p.sink[head] - g.lse[at])) * delta;
+    sum -= __builtin_exp(double(p.sink[head]) - double(g.lse[at])) * delta;
   }
   return float(sum);
 }

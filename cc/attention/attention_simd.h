@@ -238,13 +238,9 @@ void Scores(const AttentionProblem& p, const ScoreTile& tile, const float* qt, c
   }
 }
 
-// exp(x) for x <= 0, cheaper than Exp where multiply-adds are fused: 2^n times a polynomial in the
-// rest of x log2(e). The relative error grows with -x to a few ulp, as the weight shrinks beside
-// the largest, 1.
+// exp(x) for x <= 0, cheaper than Exp: 2^n times a polynomial in the rest of x log2(e). The
+// relative error grows with -x to a few ulp, as the weight shrinks beside the largest, 1.
 TF_OPS_INLINE Floats Weight(Floats x) {
-#if TF_OPS_ISA == 1
-  return Exp(x);
-#else
   const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f,
                r = x * 1.44269504f - n;
   Floats p = r * 1.53707101e-4f + 1.33998531e-3f;
@@ -259,7 +255,6 @@ TF_OPS_INLINE Floats Weight(Floats x) {
 #else
   const Floats scaled = (Floats)((UInts)p + ((UInts)shifted << 23));
   return x < -87.3f ? Floats{} : scaled;
-#endif
 #endif
 }
 
