@@ -10,6 +10,7 @@ recomputation writes; then one step is exported as a SavedModel and writes in a 
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -104,7 +105,7 @@ def check_tokens(what, tokens, expected, logits, args):
 
 
 def measure(models, prompt, args):
-    """Prints tokens/s of all ways to write; checks that they write the same."""
+    """Tokens/s of all ways to write, by name; checks that they write the same."""
     batch, size = prompt.shape[0], prompt.shape[1] + args.count
     ways = {
         f"{kind}, {what}, {'XLA' if jit_compile else 'graph'}": (way, models[kind], jit_compile)
@@ -115,17 +116,19 @@ def measure(models, prompt, args):
         )
         for jit_compile in (False, True)
     }
-    expected = None
+    expected, rates = None, {}
     print(f"\n{args.count} bytes after {prompt.shape[1]}{'':16}bytes/s")
     for name, (way, *arguments) in ways.items():
         writer = way(arguments[0], batch, size, arguments[1])
         write(writer.prefill, writer.step, prompt, 2)
         start = time.perf_counter()
         tokens, logits = write(writer.prefill, writer.step, prompt, args.count)
-        print(f"  {name:34}{args.count / (time.perf_counter() - start):8.0f}", flush=True)
+        rates[name] = round(args.count / (time.perf_counter() - start), 1)
+        print(f"  {name:34}{rates[name]:8.0f}", flush=True)
         expected = (tokens, logits) if expected is None else expected
         check_tokens(name, tokens, *expected, args)
     print("All wrote the same.")
+    return rates
 
 
 def export(cached, prompt, args):
@@ -154,6 +157,7 @@ def main():
     flags = argparse.ArgumentParser(add_help=False)
     flags.add_argument("--count", type=int, default=256, help="bytes to write")
     flags.add_argument("--temperature", type=float, default=0.7, help="of the text that is shown")
+    flags.add_argument("--json", type=Path, help="where to keep the rates")
     args = demo.parse_arguments(__doc__.split("\n")[0], [flags], steps=100)
     text = demo.read_text(args.text, args.seq)
     models = {kind: demo.make_model(kind, args) for kind in demo.PARTS}
@@ -168,7 +172,11 @@ def main():
         model.load_weights(weights)
 
     prompt = text[None, len(text) // 2 :][:, : args.seq // 2].astype("int32")
-    measure(models, prompt, args)
+    rates = measure(models, prompt, args)
+    if args.json:
+        report = {"tensorflow": tf.__version__, "policy": args.policy, "written": args.count}
+        report |= {"prompt": prompt.shape[1], "bytes_per_second": rates}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
     size = prompt.shape[1] + args.count
     export(Cached(models[demo.OURS], 1, size, jit_compile=False), prompt, args)
 

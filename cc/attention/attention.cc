@@ -188,12 +188,6 @@ Status DescribeAttentionGrad(const TensorView& doutput, const TensorView& dlse,
   return Ok();
 }
 
-int64_t DotProductAttentionCpuWorkspace(TensorView, TensorView, TensorView, TensorView, TensorView,
-                                        TensorView, TensorView, TensorView, TensorView, float,
-                                        float, bool, bool, int64_t, int64_t, float) {
-  return 0;
-}
-
 int64_t DotProductAttentionGpuWorkspace(TensorView query, TensorView key, TensorView value,
                                         TensorView bias, TensorView mask,
                                         TensorView query_seq_lengths,

@@ -14,10 +14,11 @@ namespace {
 constexpr int kPad = 16;          // the widest vector
 constexpr int kMaxQueries = 64;   // of a tile of scores: four of the widest vectors
 constexpr int kMaxKeys = 64;      // of a tile of scores: the bits of a word
-constexpr int kMaxKeyBlocks = 2;  // more save little
-constexpr int kScratch = 61440;   // floats on the stack of a task; the tiles fit a core's cache
+constexpr int kMaxKeyBlocks = 3;  // of a task at once; more save little
+constexpr int kScratch = 65536;   // floats on the stack of a task; the tiles fit a core's cache
 constexpr int kFewestTasks = 16;  // below it sums are split, at the cost of memory
-constexpr int64_t kPackedFloats = 1 << 24;  // of queries at once, unless the tasks are too few
+constexpr int64_t kPackedFloats = 1 << 24;  // at once, unless the tasks are too few
+constexpr int kFewestReaders = 4;           // of a block of keys that is packed before
 
 constexpr int Padded(int64_t size) { return int((size + kPad - 1) / kPad * kPad); }
 constexpr int64_t AtMost(int64_t x, int64_t limit) { return x < limit ? x : limit; }
@@ -42,6 +43,14 @@ struct AttentionRow {
 // How many queries and keys a tile has, and how many such blocks of keys a task holds at once.
 struct AttentionBlocks {
   int queries, keys, key_blocks;
+};
+
+// Blocks of keys and values as the forward tasks want them, [key_heads, blocks, block_size], for
+// key_heads of all [batch, kv_heads] at a time, from first_key_head on. Without memory, where
+// few tasks share them, each task packs them for itself.
+struct PackedKeys {
+  int64_t blocks, block_size, key_heads, first_key_head;
+  float* memory;
 };
 
 struct AttentionGradients {
@@ -111,6 +120,20 @@ AttentionBlocks ForwardBlocks(const AttentionProblem& p) {
     queries /= 2;
   }
   return {queries, keys, 1};
+}
+
+PackedKeys DivideKeys(const AttentionProblem& p, AttentionBlocks blocks) {
+  PackedKeys packed{};
+  packed.key_heads = p.batch * p.kv_heads;
+  const int64_t readers =
+      p.kv_heads > 0 ? p.heads / p.kv_heads * Blocks(p.seq_q, blocks.queries) : 0;
+  if (readers < kFewestReaders || p.seq_q < kMaxQueries) return packed;
+  packed.blocks = Blocks(p.seq_k, blocks.keys);
+  packed.block_size = blocks.keys * (Padded(p.head_dim) + Padded(p.value_dim)) + kPad;
+  const int64_t size = AtLeast(packed.blocks * packed.block_size, 1);
+  packed.key_heads =
+      AtMost(AtLeast(kPackedFloats / size, Blocks(kFewestTasks, readers)), packed.key_heads);
+  return packed;
 }
 
 // The gradients hold two operands and two sums for each block of keys, and three tiles.
@@ -237,18 +260,48 @@ Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView
   }
   return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
+    const auto pack = TF_OPS_SIMD(PackKeysTask<T>);
     const auto task = TF_OPS_SIMD(ForwardTask<T>);
     const AttentionBlocks blocks = ForwardBlocks(p);
-    const int64_t rows = AtMost(p.seq_q, blocks.queries);
-    cpu.ParallelFor(p.batch * p.heads * Blocks(p.seq_q, blocks.queries),
-                    Cycles(p, rows, p.seq_k, p.head_dim + p.value_dim),
-                    [&](int64_t begin, int64_t end) {
-                      for (int64_t i = begin; i < end; ++i) {
-                        task(p, blocks, i, output.as<T>(), lse.as<float>());
-                      }
-                    });
+    PackedKeys packed = DivideKeys(p, blocks);
+    if (packed.block_size > 0) packed.memory = workspace.as<float>();
+    const int64_t group = p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
+    const int64_t dims = p.head_dim + p.value_dim;
+    for (int64_t all = p.batch * p.kv_heads; packed.first_key_head < all;
+         packed.first_key_head += packed.key_heads) {
+      const int64_t key_heads = AtMost(all - packed.first_key_head, packed.key_heads);
+      cpu.ParallelFor(key_heads * packed.blocks, packed.block_size / 2,
+                      [&](int64_t begin, int64_t end) {
+                        for (int64_t i = begin; i < end; ++i) pack(p, blocks, packed, i);
+                      });
+      cpu.ParallelFor(key_heads * group * Blocks(p.seq_q, blocks.queries),
+                      Cycles(p, AtMost(p.seq_q, blocks.queries), p.seq_k, dims),
+                      [&](int64_t begin, int64_t end) {
+                        for (int64_t i = begin; i < end; ++i) {
+                          task(p, blocks, packed, i, output.as<T>(), lse.as<float>());
+                        }
+                      });
+    }
     return Ok();
   });
+}
+
+int64_t DotProductAttentionCpuWorkspace(TensorView query, TensorView key, TensorView value,
+                                        TensorView, TensorView, TensorView, TensorView, TensorView,
+                                        TensorView, float, float, bool, bool, int64_t, int64_t,
+                                        float) {
+  if (!HaveRankFour({query, key, value})) return 0;
+  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return 0;
+  AttentionProblem p{};
+  p.batch = query.dims[0];
+  p.heads = query.dims[2];
+  p.kv_heads = key.dims[2];
+  p.seq_q = query.dims[1];
+  p.seq_k = key.dims[1];
+  p.head_dim = query.dims[3];
+  p.value_dim = value.dims[3];
+  const PackedKeys packed = DivideKeys(p, ForwardBlocks(p));
+  return FloatBytes({packed.key_heads, packed.blocks, packed.block_size});
 }
 
 Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, TensorView query,
@@ -299,7 +352,7 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
                     [&](int64_t begin, int64_t end) { sum(p, g, begin, end, dquery.as<T>()); });
     if (!p.sink) return Ok();
     const auto sink_task = TF_OPS_SIMD(SinkGradTask<T>);
-    cpu.ParallelFor(p.heads, p.batch * p.seq_q * (p.value_dim / 8 + 50),
+    cpu.ParallelFor(p.heads, p.batch * p.seq_q * (4 * p.value_dim + 100),
                     [&](int64_t begin, int64_t end) {
                       for (int64_t head = begin; head < end; ++head) {
                         dsink.as<float>()[head] = sink_task(p, g, head);

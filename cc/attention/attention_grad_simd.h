@@ -118,9 +118,18 @@ void ScoreGradients(const AttentionProblem& p, const AttentionGradients& g, cons
     FindKept(p, tile, kept);
     Drop(p, tile, kept, dscores);
   }
+  const bool plain = which == kAll && !p.bias && !slope && !p.dropout_threshold && !mean;
   for (int r = 0; r < lanes; r += kLanes) {
     const Floats lse = Load(queries.lse + r);
     Floats delta = Load(queries.delta + r);
+    if (plain) {
+      for (int i = r; i < tile.keys * lanes; i += lanes) {
+        const Floats weight = Weight(Load(weights + i) - lse);
+        Store(weights + i, weight);
+        Store(dscores + i, weight * (Load(dscores + i) - delta));
+      }
+      continue;
+    }
     if (mean) {
       Floats sum{}, total = p.sink ? Weight(p.sink[tile.head] - lse) : Floats{};
       for (int i = r; i < tile.keys * lanes; i += lanes) {
@@ -285,15 +294,12 @@ float SinkGradTask(const AttentionProblem& p, const AttentionGradients& g, int64
     if (g.lse[at] == -__builtin_inff()) continue;
     const T* dy = static_cast<const T*>(g.doutput) + (i * p.heads + head) * columns;
     const T* y = static_cast<const T*>(g.output) + (i * p.heads + head) * columns;
-    Floats products{};
-    for (int c = 0; c < columns; c += kLanes) {
-      const bool whole = c + kLanes <= columns;
-      const Floats a = whole ? Load(dy + c) : LoadPartial(dy + c, columns - c);
-      const Floats b = whole ? Load(y + c) : LoadPartial(y + c, columns - c);
-      products += b == 0.0f ? Floats{} : a * b;  // NaN where nothing is seen has no say
+    double delta = g.dlse ? -double(g.dlse[at]) : 0.0;
+    for (int c = 0; c < columns; ++c) {
+      const double b = double(float(y[c]));
+      if (b != 0.0) delta += double(float(dy[c])) * b;  // NaN where nothing is seen has no say
     }
-    const float delta = ReduceSum(products) - (g.dlse ? g.dlse[at] : 0.0f);
-    sum -= double(__builtin_expf(p.sink[head] - g.lse[at])) * delta;
+    sum -= __builtin_exp(double(p.sink[head]) - double(g.lse[at])) * delta;
   }
   return float(sum);
 }

@@ -24,35 +24,24 @@ struct Operand {
 
 template <typename T>
 void Pack(Operand<T>* operand) {
-  const int columns = operand->columns, whole = columns / kLanes * kLanes;
+  const int columns = operand->columns, whole = columns / kLanes * kLanes, ld = operand->ld;
+  const T* from = operand->source;
+  float* to = operand->block;
   UInts largest{};  // magnitude, as bits: those of Inf and NaN are the largest of all
-  for (int r = 0; r < operand->rows; ++r) {
-    const T* from = operand->source + r * operand->stride;
-    float* to = operand->block + int64_t{r} * operand->ld;
-    for (int c = 0; c < operand->ld; c += kLanes) {
-      Floats x{};
-      if (c < whole) {
-        x = Load(from + c) * operand->factor;
-      } else if (c < columns) {
-        x = LoadPartial(from + c, columns - whole) * operand->factor;
-      }
-      const UInts magnitude = (UInts)x & 0x7fffffff;
-      largest = magnitude > largest ? magnitude : largest;
-      Store(to + c, x);
-    }
+  const auto put = [&](int c, Floats x) __attribute__((always_inline)) {
+    x *= operand->factor;
+    const UInts magnitude = (UInts)x & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
+    Store(to + c, x);
+  };
+  for (int r = 0; r < operand->rows; ++r, from += operand->stride, to += ld) {
+    for (int c = 0; c < whole; c += kLanes) put(c, Load(from + c));
+    if (whole == ld) continue;
+    put(whole, whole < columns ? LoadPartial(from + whole, columns - whole) : Floats{});
+    for (int c = whole + kLanes; c < ld; c += kLanes) Store(to + c, Floats{});
   }
   operand->finite = true;
   for (int i = 0; i < kLanes; ++i) operand->finite &= largest[i] < 0x7f800000;
-}
-
-// Asks for rows [begin, end) of the block that follows: those of one head are far apart.
-template <typename T>
-void PrefetchNext(const Operand<T>& operand, int begin, int end) {
-  for (int r = begin; r < end; ++r) {
-    const T* row = operand.source + (operand.rows + r) * operand.stride;
-    for (int c = 0; c < operand.columns; c += int(64 / sizeof(T)))
-      __builtin_prefetch(row + c, 0, 2);
-  }
 }
 
 template <typename T>
@@ -252,16 +241,21 @@ void Scores(const AttentionProblem& p, const ScoreTile& tile, const float* qt, c
 // exp(x) for x <= 0, cheaper than Exp: 2^n times a polynomial in the rest of x log2(e). The
 // relative error grows with -x to a few ulp, as the weight shrinks beside the largest, 1.
 TF_OPS_INLINE Floats Weight(Floats x) {
-  const Floats shifted = x * 1.44269504f + 12582912.0f,
-               r = x * 1.44269504f - (shifted - 12582912.0f);
+  const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f,
+               r = x * 1.44269504f - n;
   Floats p = r * 1.53707101e-4f + 1.33998531e-3f;
   p = p * r + 9.61837326e-3f;
   p = p * r + 5.55032902e-2f;
   p = p * r + 2.40226485e-1f;
   p = p * r + 6.93147206e-1f;
   p = p * r + 1.0f;
+#if TF_OPS_ISA == 3
+  const __mmask16 not_below = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(not_below, (__m512)p, (__m512)n);
+#else
   const Floats scaled = (Floats)((UInts)p + ((UInts)shifted << 23));
   return x < -87.3f ? Floats{} : scaled;
+#endif
 }
 
 // Takes a tile of scores into the softmax of its queries, of which peak is the largest score
@@ -319,16 +313,45 @@ Operand<T> KeyOperand(const AttentionProblem& p, int rows, int columns, Scratch*
   return {nullptr, p.kv_heads * columns, 0, columns, 1.0f, scratch->Take(rows * ld), ld};
 }
 
+// Rows [key, key + keys) of a key head, to be packed into k and v.
+template <typename T>
+void LocateKeys(const AttentionProblem& p, int64_t batch, int64_t kv_head, int64_t key, int keys,
+                Operand<T>* k, Operand<T>* v) {
+  const int64_t at = (batch * p.seq_k + key) * p.kv_heads + kv_head;
+  k->source = static_cast<const T*>(p.key) + at * p.head_dim;
+  v->source = static_cast<const T*>(p.value) + at * p.value_dim;
+  k->rows = v->rows = keys;
+}
+
+// Packs block `index` of [key_heads, blocks] for all tasks that read it.
+template <typename T>
+void PackKeysTask(const AttentionProblem& p, const AttentionBlocks& blocks,
+                  const PackedKeys& packed, int64_t index) {
+  const int64_t key_head = packed.first_key_head + index / packed.blocks;
+  const int64_t key = index % packed.blocks * blocks.keys, batch = key_head / p.kv_heads;
+  const int keys = int(AtMost(AttentionRow(p, batch).keys - key, blocks.keys));
+  if (keys <= 0) return;
+  Scratch scratch{packed.memory + index * packed.block_size};
+  Operand<T> k = KeyOperand<T>(p, blocks.keys, int(p.head_dim), &scratch);
+  Operand<T> v = KeyOperand<T>(p, blocks.keys, int(p.value_dim), &scratch);
+  LocateKeys(p, batch, key_head % p.kv_heads, key, keys, &k, &v);
+  Pack(&k);
+  Pack(&v);
+  DropNonFinite(&v);
+  *scratch.Take(1) = v.finite;
+}
+
 // One block of queries of one head. Every kMaxQueries of them, a group, have a tile of scores;
 // the groups share the packed keys and values.
 template <typename T>
-void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task, T* output,
-                 float* lse) {
+void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, const PackedKeys& packed,
+                 int64_t task, T* output, float* lse) {
   const int64_t query_blocks = (p.seq_q + blocks.queries - 1) / blocks.queries;
-  const int64_t batch = task / query_blocks / p.heads, head = task / query_blocks % p.heads;
+  const int64_t group = p.heads / p.kv_heads;
+  const int64_t all_heads = packed.first_key_head * group + task / query_blocks;
+  const int64_t batch = all_heads / p.heads, head = all_heads % p.heads, kv_head = head / group;
   // The last block first: it sees the most under is_causal.
   const int64_t query = (query_blocks - 1 - task % query_blocks) * blocks.queries;
-  const int64_t kv_head = head / (p.heads / p.kv_heads);
   const AttentionRow row(p, batch);
   const int size = int(AtMost(p.seq_q - query, blocks.queries));
   const int rows = int(AtLeast(AtMost(row.queries - query, size), 0));
@@ -364,27 +387,29 @@ void ForwardTask(const AttentionProblem& p, AttentionBlocks blocks, int64_t task
   const int64_t begin = AtLeast(query + row.low, 0) / blocks.keys * blocks.keys;
   const int64_t end = rows == 0 ? 0 : AtMost(row.keys, query + rows + row.high);
   for (int64_t key = begin; key < end; key += blocks.keys) {
-    bool packed = false;
     const int keys = int(AtMost(end - key, blocks.keys));
+    LocateKeys(p, batch, kv_head, key, keys, &k, &v);
+    bool ready = packed.memory;
+    if (ready) {
+      const int64_t index = (all_heads / group - packed.first_key_head) * packed.blocks;
+      Scratch block{packed.memory + (index + key / blocks.keys) * packed.block_size};
+      k.block = block.Take(blocks.keys * k.ld);
+      v.block = block.Take(blocks.keys * v.ld);
+      v.finite = *block.Take(1) != 0.0f;
+    }
     for (int g = 0; g < rows; g += kMaxQueries) {
       const int group_rows = int(AtMost(rows - g, kMaxQueries));
       const ScoreTile tile{batch, head, query + g, key, group_rows, keys, Padded(group_rows)};
       KeyBits seen;
       const Visible visible = FindVisible(p, row, tile, seen);
       if (visible == kNone) continue;
-      if (!packed) {
-        const int64_t at = (batch * p.seq_k + key) * p.kv_heads + kv_head;
-        k.source = static_cast<const T*>(p.key) + at * p.head_dim;
-        v.source = static_cast<const T*>(p.value) + at * p.value_dim;
-        k.rows = v.rows = keys;
+      if (!ready) {
         Pack(&k);
         Pack(&v);
         DropNonFinite(&v);
-        packed = true;
+        ready = true;
       }
       Scores<T>(p, tile, qt + g * p.head_dim, k.block, k.ld, visible, seen, scores, nullptr);
-      PrefetchNext(k, keys * g / rows, keys * (g + group_rows) / rows);
-      PrefetchNext(v, keys * g / rows, keys * (g + group_rows) / rows);
       UpdateSoftmax(tile, scores, peak + g, total + g, shrink);
       if (p.dropout_threshold) {
         KeyBits kept;
