@@ -12,7 +12,7 @@ import tf_ops
 from tf_ops import _library
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ["cc", "tf_ops", "tests", "benchmarks", "examples"]
+FOLDERS = ["cc", "tf_ops", "tests", "benchmarks", "examples", "docs"]
 TYPES = {".cc", ".h", ".cu", ".cuh", ".py", ".c", ".bzl", ".lds"}
 SOURCES = {
     str(path.relative_to(ROOT)): path.read_text()

@@ -64,7 +64,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
         x: [batch, seq, features].
         mask: bool [batch, seq], False for tokens that no other may see. What a token gets that
             sees nothing is no matter.
-        cache: (key, value), `tf.Variable`s [batch, max_seq, num_key_value_heads, head_dim].
+        cache: (key, value), each a `tf.Variable` [batch, max_seq, num_key_value_heads, head_dim].
         positions: int32 [batch], wanted with a cache: the position of the first token of `x` in
             each row. `positions + seq` is at most `max_seq`.
 
