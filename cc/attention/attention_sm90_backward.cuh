@@ -24,8 +24,8 @@ namespace tf_ops {
 // One warp per query of one head; rows that are padding or see nothing get lse = +inf.
 template <typename T>
 __global__ void __launch_bounds__(256)
-    RowTermsSm90Kernel(AttentionProblem p, const T* output, const T* doutput, const float* lse,
-                       const float* dlse, int padded_queries, float* lse_log2, float* delta) {
+    RowTermsSm90Kernel(AttentionProblem p, AttentionGradients g, int padded_queries,
+                       float* lse_log2, float* delta) {
   const int64_t index = (blockIdx.x * int64_t{256} + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
   const int64_t head = index % p.heads, row = index / p.heads % padded_queries;
@@ -34,17 +34,25 @@ __global__ void __launch_bounds__(256)
   float sum = 0.0f, shift = INFINITY;
   if (row < p.seq_q) {
     const int64_t at = ((batch * p.seq_q + row) * p.heads + head) * p.value_dim;
+    const T *output = static_cast<const T*>(g.output), *doutput = static_cast<const T*>(g.doutput);
     for (int i = lane; i < p.value_dim; i += 32) {
       sum += float(output[at + i]) * float(doutput[at + i]);
     }
     sum = WarpReduce(sum, Sum{});
     const int64_t of_row = (batch * p.heads + head) * p.seq_q + row;
-    const float of_lse = dlse ? dlse[of_row] : 0.0f;
+    const float of_lse = g.dlse ? g.dlse[of_row] : 0.0f, lse = g.lse[of_row];
+    const Sm90Visibility visibility(p, int(batch));
+    if (p.sink && lane == 0) {
+      // A query that is none has an output of 0, whatever its upstream gradient.
+      const float weight = lse == -INFINITY ? 0.0f : expf(p.sink[head] - lse);
+      g.sink_terms[of_row] = row >= visibility.queries ? of_lse : -weight * (sum - of_lse);
+    }
     sum -= of_lse;
-    if (of_lse == 0.0f && Sm90Visibility(p, int(batch)).Limit(int(row)) == 1) {
+    if (of_lse == 0.0f && !p.sink &&
+        visibility.KeyEnd(int(row)) - visibility.KeyBegin(int(row)) == 1) {
       sum = __uint_as_float(kOneKeyDelta);
     }
-    if (lse[of_row] != -INFINITY) shift = lse[of_row] * kLog2E;
+    if (lse != -INFINITY) shift = lse * kLog2E;
   }
   if (lane == 0) {
     const int64_t to = (batch * p.heads + head) * padded_queries + row;
@@ -54,16 +62,15 @@ __global__ void __launch_bounds__(256)
 }
 
 template <typename T, int kHeadDim>
-Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output, const T* doutput,
-                             const float* lse, const float* dlse, T* dquery, T* dkey, T* dvalue,
-                             float* row_terms) {
+Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const AttentionGradients& g) {
   using KeyValueConfig = Sm90KeyValueGrad<kHeadDim>;
   using QueryConfig = Sm90QueryGrad<kHeadDim>;
   const int64_t padded_queries = Sm90PaddedQueries(p);
-  float* delta = row_terms + p.batch * p.heads * padded_queries;
+  float* const row_terms = reinterpret_cast<float*>(g.rows);
+  float* const delta = row_terms + p.batch * p.heads * padded_queries;
   const int64_t warps = p.batch * p.heads * padded_queries;
   RowTermsSm90Kernel<T><<<unsigned((warps + 7) / 8), 256, 0, gpu.stream>>>(
-      p, output, doutput, lse, dlse, int(padded_queries), row_terms, delta);
+      p, g, int(padded_queries), row_terms, delta);
   if (Status s = CudaStatus(); !s.ok()) return s;
 
   CUtensorMap query_64, query_128, key_128, value_128, key_n, value_n, doutput_64, doutput_128;
@@ -79,14 +86,14 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output
                        &key_n) &&
       MakeTensorMap<T>(p.value, p.value_dim, p.kv_heads, p.seq_k, p.batch, QueryConfig::kKeys,
                        &value_n) &&
-      MakeTensorMap<T>(doutput, p.value_dim, p.heads, p.seq_q, p.batch, 64, &doutput_64) &&
-      MakeTensorMap<T>(doutput, p.value_dim, p.heads, p.seq_q, p.batch, 128, &doutput_128) &&
-      MakeTensorMap<T>(dquery, p.head_dim, p.heads, p.seq_q, p.batch, 64, &dquery_64) &&
-      MakeTensorMap<T>(dkey, p.head_dim, p.kv_heads, p.seq_k, p.batch, 64, &dkey_64) &&
-      MakeTensorMap<T>(dvalue, p.value_dim, p.kv_heads, p.seq_k, p.batch, 64, &dvalue_64);
+      MakeTensorMap<T>(g.doutput, p.value_dim, p.heads, p.seq_q, p.batch, 64, &doutput_64) &&
+      MakeTensorMap<T>(g.doutput, p.value_dim, p.heads, p.seq_q, p.batch, 128, &doutput_128) &&
+      MakeTensorMap<T>(g.dquery, p.head_dim, p.heads, p.seq_q, p.batch, 64, &dquery_64) &&
+      MakeTensorMap<T>(g.dkey, p.head_dim, p.kv_heads, p.seq_k, p.batch, 64, &dkey_64) &&
+      MakeTensorMap<T>(g.dvalue, p.value_dim, p.kv_heads, p.seq_k, p.batch, 64, &dvalue_64);
   if (!mapped) return Internal("dot_product_attention: cuTensorMapEncodeTiled failed");
 
-  Sm90BackwardArguments a{p, row_terms, delta, dquery, dkey, dvalue};
+  Sm90BackwardArguments a{p, row_terms, delta, g.doutput, g.dquery, g.dkey, g.dvalue};
   a.padded_queries = int(padded_queries);
   const int64_t row_bytes = (p.head_dim + p.value_dim) * int64_t{sizeof(T)};
   const auto launch = [&](auto* kernel, int shared_bytes, int64_t heads, int64_t rows,
