@@ -4,6 +4,7 @@
 import argparse
 import pathlib
 import re
+import sys
 
 import tensorflow as tf
 from tensorflow.python.framework import kernels, ops
@@ -36,7 +37,7 @@ def describe_gpus(cuda):
     return lines or ["none"]
 
 
-def info():
+def info(_):
     """Prints versions, devices, and for each op what serves it."""
     built = _library.build_info()
     print(f"tf_ops      {tf_ops.__version__}, {_library.PATH}")
@@ -57,8 +58,56 @@ def info():
         print(f"{op:42}", *(f"{'yes' if yes else '-':12}" for yes in served))
 
 
-if __name__ == "__main__":
+def compute_capability():
+    """That of the first GPU, 90 for 9.0, or None."""
+    for gpu in tf.config.list_physical_devices("GPU"):
+        major, minor = tf.config.experimental.get_device_details(gpu)["compute_capability"]
+        return 10 * major + minor
+    return None
+
+
+def info_attention(arguments):
+    """Prints which GPU kernels serve dot_product_attention, and why not those for Hopper."""
+    a = arguments
+    capability = compute_capability() if a.sm is None else a.sm
+    if capability is None:
+        sys.exit("There is no GPU here. Name a compute capability: --sm 90")
+    archs = _library.build_info()["archs"]
+    if capability == 90 and "90a" not in archs:
+        print(f"This build is for {archs or 'the CPU only'}. One for 90a would use:")
+    seq_k, kv_heads = a.seq_k or a.seq, a.kv_heads or a.heads
+    sizes = [a.batch, a.heads, kv_heads, a.seq, seq_k, a.head_dim, a.value_dim or a.head_dim]
+    features = [a.bias, a.mask, a.soft_cap, a.dropout]
+    for name, gradient in (("forward", False), ("gradient", True)):
+        kernels, why = _library.attention_kernels(a.dtype, gradient, capability, sizes, features)
+        print(f"{name:9} {kernels}{': ' * bool(why)}{why}")
+
+
+def main():
     parser = argparse.ArgumentParser(prog="python -m tf_ops")
-    commands = parser.add_subparsers(required=True)
-    commands.add_parser("info", help=info.__doc__).set_defaults(run=info)
-    parser.parse_args().run()
+    parser_of_info = parser.add_subparsers(required=True).add_parser("info", help=info.__doc__)
+    parser_of_info.set_defaults(run=info)
+    attention = parser_of_info.add_subparsers().add_parser("attention", help=info_attention.__doc__)
+    attention.set_defaults(run=info_attention)
+    dtypes = ["bfloat16", "float16", "float32"]
+    attention.add_argument("--dtype", choices=dtypes, default=dtypes[0])
+    for name, default, text in (
+        ("batch", 1, None),
+        ("heads", 8, "of the query"),
+        ("kv-heads", None, "default: as the query"),
+        ("seq", 4096, "length of the query"),
+        ("seq-k", None, "default: as the query"),
+        ("head-dim", 128, None),
+        ("value-dim", None, "default: head_dim"),
+        ("sm", None, "compute capability, such as 90; default: this GPU's"),
+    ):
+        attention.add_argument(f"--{name}", type=int, default=default, help=text)
+    for name in ("bias", "mask", "soft-cap", "dropout", "causal", "sink"):
+        attention.add_argument(f"--{name}", action="store_true")
+    attention.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"))
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

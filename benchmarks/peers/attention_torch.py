@@ -426,7 +426,7 @@ class Check:
         for name, a, b, t in zip(names, results, poisoned, touched):
             self.expect((a == b)[~t].all(), case, f"{name} changed by what it does not see")
         # What is seen is not dropped: a NaN key spoils the whole row, a NaN query the column.
-        if case.head_dim and case.value_dim:
+        if case.head_dim and case.value_dim and case.scale != 0:
             if case.dropout:
                 seen = seen & (dropout_weights(case, self.device) > 0)
             spoiled = (seen & nan_k).any(3).transpose(1, 2)
@@ -549,7 +549,7 @@ def cases():
                         **lengths,
                         window=window,
                         bottom_right=bool(lengths),
-                        sink=window[0] != 200,
+                        sink=window[0] == 299,
                         dlse=window[0] != 9,
                     )
             yield dataclasses.replace(base, seq_q=700, seq_k=130, window=(60, 0), sink=True)

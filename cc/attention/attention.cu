@@ -131,7 +131,7 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
       KernelsOf(p, query.dtype, AttentionPass::kGrad,
                 {query.data, key.data, value.data, g.doutput, g.dquery, g.dkey, g.dvalue});
   if (kernels == AttentionKernels::kSm90) {
-    Status s = DispatchSm90<64, 128>(query.dtype, p, [&](auto zero, auto dim) {
+    Status s = DispatchSm90<64, 128, 256>(query.dtype, p, [&](auto zero, auto dim) {
       return AttentionBackwardSm90<decltype(zero), dim>(gpu, p, g);
     });
     return s.ok() ? LaunchSinkGrad(gpu, p, g) : s;

@@ -5,7 +5,7 @@
 //     keys or more; no bias, mask or dropout               decode
 //   float16 and bfloat16 on compute capability 9.0;
 //     no bias, mask, soft cap or dropout; rows of whole
-//     16 bytes; gradients: head_dim at most 128            sm_90
+//     16 bytes                                             sm_90
 //   float16, bfloat16                                      sm_80
 //   float32                                                simt
 //
@@ -20,8 +20,8 @@ namespace tf_ops {
 namespace {
 
 // What keeps a call from the kernels for sm_90; null if nothing does.
-const char* WhyNotSm90(const AttentionProblem& p, DType dtype, AttentionPass pass,
-                       int compute_capability, bool aligned) {
+const char* WhyNotSm90(const AttentionProblem& p, DType dtype, int compute_capability,
+                       bool aligned) {
   if (dtype == DType::kFloat32) return "tensor cores would round float32";
   if (compute_capability != 90) return "the compute capability is not 9.0";
   if (p.bias) return "there is a bias";
@@ -32,9 +32,6 @@ const char* WhyNotSm90(const AttentionProblem& p, DType dtype, AttentionPass pas
   // The copy engine takes rows of 16-byte multiples at 16-byte addresses.
   if (p.head_dim % 8 || p.value_dim % 8) return "head_dim or value_dim is no multiple of 8";
   if (!aligned) return "a tensor does not start at an address of whole 16 bytes";
-  if (pass != AttentionPass::kForward && std::max(p.head_dim, p.value_dim) > 128) {
-    return "head_dim or value_dim is above 128";
-  }
   if (p.head_dim == 0 || p.value_dim == 0 || p.seq_q == 0 || p.seq_k == 0 || p.batch == 0 ||
       p.heads == 0) {
     return "there is nothing to compute";
@@ -55,7 +52,7 @@ AttentionChoice ChooseAttention(const AttentionProblem& p, DType dtype, Attentio
   if (pass == AttentionPass::kForward && ServesDecode(p, dtype)) {
     return {AttentionKernels::kDecode, nullptr};
   }
-  const char* why = WhyNotSm90(p, dtype, pass, compute_capability, aligned);
+  const char* why = WhyNotSm90(p, dtype, compute_capability, aligned);
   if (!why) return {AttentionKernels::kSm90, nullptr};
   return {dtype == DType::kFloat32 ? AttentionKernels::kSimt : AttentionKernels::kSm80, why};
 }

@@ -79,6 +79,15 @@ __device__ __forceinline__ uint32_t Pack(float low, float high) {
   return packed;
 }
 
+template <typename T>
+__device__ __forceinline__ float2 Unpack(uint32_t packed) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+  }
+}
+
 __device__ __forceinline__ float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -119,13 +128,10 @@ __device__ __forceinline__ void ZeroRows(void* tensor, int64_t batch, int64_t si
 // the product is formed. Zeroes such entries of a tile in shared memory, and notes the rows among
 // the first valid_rows that had some: a bit each in `found`. All kThreads consumer threads call it;
 // all are told whether there was any.
+constexpr int kClearBarrier = 8;  // the named barrier for it
+
 template <int kRows>
 using RowBits = uint32_t[(kRows + 31) / 32];
-
-template <typename T>
-__device__ __forceinline__ bool IsFinite(T x) {
-  return fabsf(float(x)) <= 3.4e38f;
-}
 
 template <int kRows, int kDim, int kThreads, typename T>
 __device__ __forceinline__ bool ClearNonFinite(T* tile, RowBits<kRows>& found, int valid_rows) {
@@ -146,21 +152,21 @@ __device__ __forceinline__ bool ClearNonFinite(T* tile, RowBits<kRows>& found, i
     T* const entries = reinterpret_cast<T*>(chunk);
 #pragma unroll 1
     for (int c = 0; c < 8; ++c) {
-      if (!IsFinite(entries[c])) entries[c] = T(0.0f);
+      if (!(fabsf(float(entries[c])) <= 3.4e38f)) entries[c] = T(0.0f);
     }
   }
   if (any) FenceAsyncProxy();
-  return NamedBarrierOr(8, kThreads, any);
+  return NamedBarrierOr(kClearBarrier, kThreads, any);
 }
 
 // Adds what was cleared to the results of the rows that see it: sees(r, row) of the thread's row
-// r. Read again from memory, where `tensor` is [batch, size, heads, dim] and the tile starts at
-// first_row: this is rare, and may be slow.
+// r. It is read again from memory, where `tensor` is [batch, size, heads, dim] and the tile starts
+// at first_row: this is rare, and may be slow. The kThreads threads that call it meet at `barrier`.
 template <int kRows, int kDim, int kThreads, typename T, typename Sees>
 __device__ __forceinline__ void SpreadNonFinite(float (&d)[kDim / 2], RowBits<kRows>& found,
                                                 const void* tensor, int64_t batch, int64_t size,
                                                 int64_t heads, int64_t dim, int head, int first_row,
-                                                Sees sees) {
+                                                int barrier, Sees sees) {
 #pragma unroll 1
   for (int row = 0; row < kRows; ++row) {
     if (!(found[row / 32] >> row % 32 & 1)) continue;
@@ -168,14 +174,23 @@ __device__ __forceinline__ void SpreadNonFinite(float (&d)[kDim / 2], RowBits<kR
         static_cast<const T*>(tensor) + ((batch * size + first_row + row) * heads + head) * dim;
     const bool seen[2] = {sees(0, row), sees(1, row)};
 #pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) {
-      const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      if (seen[i / 2 % 2] && column < dim && !IsFinite(from[column])) d[i] += float(from[column]);
+    for (int i = 0; i < kDim / 2; i += 4) {
+      const int column = i * 2 + threadIdx.x % 4 * 2;
+      uint32_t pair = 0;
+      if (column < dim) pair = *reinterpret_cast<const uint32_t*>(from + column);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float x = n ? Unpack<T>(pair).y : Unpack<T>(pair).x;
+        const float added = fabsf(x) <= 3.4e38f ? 0.0f : x;
+        d[i + n] += seen[0] ? added : 0.0f;
+        d[i + 2 + n] += seen[1] ? added : 0.0f;
+      }
     }
   }
-  NamedBarrierSync(8, kThreads);
-  if (threadIdx.x - 128 < sizeof found / sizeof found[0]) found[threadIdx.x - 128] = 0;
-  NamedBarrierSync(8, kThreads);
+  NamedBarrierSync(barrier, kThreads);
+  const int thread = (threadIdx.x - 128) % kThreads;
+  if (thread < int(sizeof found / sizeof found[0])) found[thread] = 0;
+  NamedBarrierSync(barrier, kThreads);
 }
 
 // At the start of a kernel.

@@ -17,9 +17,63 @@
 #pragma once
 
 #include "cc/attention/attention_sm90_key_grad.cuh"
+#include "cc/attention/attention_sm90_one_key_grad.cuh"
 #include "cc/attention/attention_sm90_query_grad.cuh"
 
 namespace tf_ops {
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kSm90BackwardThreads, 1)
+    KeyValueGradSm90Kernel(const __grid_constant__ Sm90BackwardArguments a,
+                           const __grid_constant__ CUtensorMap query_map,
+                           const __grid_constant__ CUtensorMap key_map,
+                           const __grid_constant__ CUtensorMap value_map,
+                           const __grid_constant__ CUtensorMap doutput_map,
+                           const __grid_constant__ CUtensorMap row_terms_map,
+                           const __grid_constant__ CUtensorMap dkey_map,
+                           const __grid_constant__ CUtensorMap dvalue_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Config = Sm90KeyValueGrad<kHeadDim>;
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
+  ForgetRows(shared.not_finite_q);
+  ForgetRows(shared.not_finite_do);
+  if (threadIdx.x == 0) {
+    BarrierInit(&shared.full_kv, 1);
+    BarrierInit(&shared.empty_kv, 1);
+    for (int i = 0; i < 2; ++i) BarrierInit(&shared.full_out[i], 4);
+    for (int i = 0; i < Config::kStages; ++i) {
+      BarrierInit(&shared.full_q[i], 1);
+      BarrierInit(&shared.full_do[i], 1);
+      BarrierInit(&shared.empty_q[i], 8);
+      BarrierInit(&shared.empty_do[i], 8);
+      BarrierInit(&shared.full_p[i], 4);
+    }
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    RegistersDown<kHeadDim == 128 ? 24 : 40>();
+    if (threadIdx.x == 0) {
+      ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, row_terms_map,
+                                       shared);
+    } else if (threadIdx.x == 32) {
+      StoreKeyValueGrad<T, kHeadDim>(a, dkey_map, dvalue_map, shared);
+    } else if (threadIdx.x >= 64) {
+      ZeroKeyValueGrad<T, kHeadDim>(a);
+    }
+  } else {
+    RegistersUp<kHeadDim == 128 ? 240 : 232>();
+    if constexpr (!Config::kOneEach) {
+      ConsumeKeyValueGrad<T, kHeadDim>(a, shared);
+    } else if (__shfl_sync(0xffffffff, threadIdx.x / 128, 0) == 1) {
+      ConsumeValueGrad<T, kHeadDim>(a, shared);
+    } else {
+      ConsumeKeyGrad<T, kHeadDim>(a, shared);
+    }
+  }
+#endif
+}
 
 // One warp per query of one head; rows that are padding or see nothing get lse = +inf.
 template <typename T>
@@ -65,6 +119,8 @@ template <typename T, int kHeadDim>
 Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const AttentionGradients& g) {
   using KeyValueConfig = Sm90KeyValueGrad<kHeadDim>;
   using QueryConfig = Sm90QueryGrad<kHeadDim>;
+  static_assert(sizeof(typename KeyValueConfig::template Shared<T>) <= 227 * 1024);
+  static_assert(sizeof(typename QueryConfig::template Shared<T>) <= 227 * 1024);
   const int64_t padded_queries = Sm90PaddedQueries(p);
   float* const row_terms = reinterpret_cast<float*>(g.rows);
   float* const delta = row_terms + p.batch * p.heads * padded_queries;
@@ -73,15 +129,17 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const Attention
       p, g, int(padded_queries), row_terms, delta);
   if (Status s = CudaStatus(); !s.ok()) return s;
 
-  CUtensorMap query_64, query_128, key_128, value_128, key_n, value_n, doutput_64, doutput_128;
+  CUtensorMap query_64, query_128, key_rows, value_rows, key_n, value_n, doutput_64, doutput_128;
   CUtensorMap dquery_64, dkey_64, dvalue_64, row_terms_map;
   const bool mapped =
       MakeRowMap(row_terms, 2 * p.batch * p.heads, padded_queries, KeyValueConfig::kQueries,
                  &row_terms_map) &&
       MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, 64, &query_64) &&
       MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, 128, &query_128) &&
-      MakeTensorMap<T>(p.key, p.head_dim, p.kv_heads, p.seq_k, p.batch, 128, &key_128) &&
-      MakeTensorMap<T>(p.value, p.value_dim, p.kv_heads, p.seq_k, p.batch, 128, &value_128) &&
+      MakeTensorMap<T>(p.key, p.head_dim, p.kv_heads, p.seq_k, p.batch, KeyValueConfig::kKeys,
+                       &key_rows) &&
+      MakeTensorMap<T>(p.value, p.value_dim, p.kv_heads, p.seq_k, p.batch, KeyValueConfig::kKeys,
+                       &value_rows) &&
       MakeTensorMap<T>(p.key, p.head_dim, p.kv_heads, p.seq_k, p.batch, QueryConfig::kKeys,
                        &key_n) &&
       MakeTensorMap<T>(p.value, p.value_dim, p.kv_heads, p.seq_k, p.batch, QueryConfig::kKeys,
@@ -97,8 +155,8 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const Attention
   a.padded_queries = int(padded_queries);
   const int64_t row_bytes = (p.head_dim + p.value_dim) * int64_t{sizeof(T)};
   const auto launch = [&](auto* kernel, int shared_bytes, int64_t heads, int64_t rows,
-                          int64_t bytes_per_head, auto... maps) {
-    a.row_blocks = int((rows + 127) / 128);
+                          int rows_per_tile, int64_t bytes_per_head, auto... maps) {
+    a.row_blocks = int((rows + rows_per_tile - 1) / rows_per_tile);
     a.tiles = int(p.batch * heads) * a.row_blocks;
     a.heads_per_group = HeadsPerGroup(bytes_per_head, p.batch * heads);
     if (cudaError_t error =
@@ -113,14 +171,14 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const Attention
   const int64_t group_size = p.heads / p.kv_heads;
   if (Status s = launch(KeyValueGradSm90Kernel<T, kHeadDim>,
                         sizeof(typename KeyValueConfig::template Shared<T>), p.kv_heads, p.seq_k,
-                        p.seq_q * row_bytes * group_size, query_64, key_128, value_128, doutput_64,
-                        row_terms_map, dkey_64, dvalue_64);
+                        KeyValueConfig::kKeys, p.seq_q * row_bytes * group_size, query_64, key_rows,
+                        value_rows, doutput_64, row_terms_map, dkey_64, dvalue_64);
       !s.ok()) {
     return s;
   }
   return launch(QueryGradSm90Kernel<T, kHeadDim>, sizeof(typename QueryConfig::template Shared<T>),
-                p.heads, p.seq_q, p.seq_k * row_bytes / group_size, query_128, key_n, value_n,
-                doutput_128, dquery_64);
+                p.heads, p.seq_q, QueryConfig::kQueries, p.seq_k * row_bytes / group_size,
+                query_128, key_n, value_n, doutput_128, dquery_64);
 }
 
 }  // namespace tf_ops

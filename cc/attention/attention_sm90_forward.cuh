@@ -276,24 +276,7 @@ __device__ __forceinline__ void ConsumeForward(
     release(&shared.full_o[consumer]);
   };
 
-  // Whether V of block j holds NaN or Inf, where some row of the tile does not see all of it.
   constexpr int kConsumerThreads = 128 * Config::kConsumers;
-  const auto clear_values = [&](const Sm90Tile& tile, int j, int stage) {
-    if ((j + 1) * kBlockN <= tile.KeyEnd(tile.first_row) &&
-        j * kBlockN >= tile.KeyBegin(tile.first_row + kBlockM - 1)) {
-      return false;
-    }
-    return ClearNonFinite<kBlockN, kHeadDim, kConsumerThreads>(shared.v[stage], shared.not_finite,
-                                                               tile.keys - j * kBlockN);
-  };
-  const auto spread = [&](const Sm90Tile& tile, int j) {
-    SpreadNonFinite<kBlockN, kHeadDim, kConsumerThreads, T>(
-        o, shared.not_finite, p.value, tile.batch, p.seq_k, p.kv_heads, p.value_dim,
-        tile.head / int(p.heads / p.kv_heads), j * kBlockN, [&](int r, int row) {
-          const int query = tile.first_row + row_in_tile + 8 * r, key = j * kBlockN + row;
-          return key >= tile.KeyBegin(query) && key < tile.KeyEnd(query);
-        });
-  };
 
   RingPosition at, query_at;
   for (;;) {
@@ -301,26 +284,44 @@ __device__ __forceinline__ void ConsumeForward(
     const Sm90Tile& tile = shared.tile[query_at.stage];
     const int first_block = tile.first_block, end_block = tile.end_block;
     if (end_block == 0) break;
-    // The keys that all of the consumer's rows see.
-    const int seen_from = tile.KeyBegin(tile.first_row + 64 * consumer + 63);
-    const int seen_to = tile.KeyEnd(tile.first_row + 64 * consumer);
+    // The keys that all rows of the tile see. In registers: `tile` is for the blocks beyond.
+    const int seen_from = tile.KeyBegin(tile.first_row + kBlockM - 1);
+    const int seen_to = tile.KeyEnd(tile.first_row);
+    const auto hides_some = [&](int j) {
+      return (j + 1) * kBlockN > seen_to || j * kBlockN < seen_from;
+    };
     const auto mask = [&](int j) {
+      if (!hides_some(j)) return;
       const int column = j * kBlockN + lane % 4 * 2;
       const int row = tile.first_row + row_in_tile;
-      if ((j + 1) * kBlockN > seen_to) {
+      if ((j + 1) * kBlockN > tile.KeyEnd(tile.first_row + 64 * consumer)) {
         const int ends[2] = {tile.KeyEnd(row), tile.KeyEnd(row + 8)};
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; ++i) {
           if (column + i / 4 * 8 + i % 2 >= ends[i / 2 % 2]) s[i] = -INFINITY;
         }
       }
-      if (j * kBlockN < seen_from) {
+      if (j * kBlockN < tile.KeyBegin(tile.first_row + 64 * consumer + 63)) {
         const int begins[2] = {tile.KeyBegin(row), tile.KeyBegin(row + 8)};
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; ++i) {
           if (column + i / 4 * 8 + i % 2 < begins[i / 2 % 2]) s[i] = -INFINITY;
         }
       }
+    };
+    // Whether V of block j holds NaN or Inf that some row of the tile does not see.
+    const auto clear_values = [&](int j, int stage) {
+      if (!hides_some(j)) return false;
+      return ClearNonFinite<kBlockN, kHeadDim, kConsumerThreads>(shared.v[stage], shared.not_finite,
+                                                                 tile.keys - j * kBlockN);
+    };
+    const auto spread = [&](int j) {
+      SpreadNonFinite<kBlockN, kHeadDim, kConsumerThreads, T>(
+          o, shared.not_finite, p.value, tile.batch, p.seq_k, p.kv_heads, p.value_dim,
+          tile.head / int(p.heads / p.kv_heads), j * kBlockN, kClearBarrier, [&](int r, int row) {
+            const int query = tile.first_row + row_in_tile + 8 * r, key = j * kBlockN + row;
+            return key >= tile.KeyBegin(query) && key < tile.KeyEnd(query);
+          });
     };
     OnlineSoftmax softmax;
     float rescale[2];
@@ -340,7 +341,7 @@ __device__ __forceinline__ void ConsumeForward(
       // Both waits come first: between the products they would make ptxas serialise them.
       BarrierWait(&shared.full_k[at.stage], at.parity);
       BarrierWait(&shared.full_v[last.stage], last.parity);
-      const bool cleared = clear_values(tile, j + 1, last.stage);
+      const bool cleared = clear_values(j + 1, last.stage);
       wait_turn();
       Pin(s);
       Pin(o);
@@ -356,19 +357,19 @@ __device__ __forceinline__ void ConsumeForward(
       WgmmaWait<0>();
       Pin(o);
       release(&shared.empty_v[last.stage]);
-      if (cleared) spread(tile, j + 1);
+      if (cleared) spread(j + 1);
       PackOperand<T>(s, probabilities);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= rescale[i / 2 % 2];
     }
     BarrierWait(&shared.full_v[at.stage], at.parity);
-    const bool cleared = clear_values(tile, first_block, at.stage);
+    const bool cleared = clear_values(first_block, at.stage);
     Pin(o);
     WgmmaFence();
     add_values(at.stage, end_block > first_block + 1);
     WgmmaWait<0>();
     Pin(o);
-    if (cleared) spread(tile, first_block);
+    if (cleared) spread(first_block);
     release(&shared.empty_v[at.stage]);
     at.Advance<Config::kStages>();
 

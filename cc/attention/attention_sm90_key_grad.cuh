@@ -41,14 +41,19 @@ struct Sm90KeyTile : Sm90HeadRows, Sm90Visibility {
 
 template <int kHeadDim>
 struct Sm90KeyValueGrad {
-  static constexpr int kKeys = 128, kQueries = 64, kStages = 2;
+  // The accumulators of 64 keys are two of 64 x kHeadDim: above 128, a warpgroup has room for one.
+  static constexpr bool kOneEach = kHeadDim > 128;
+  static constexpr int kKeys = kOneEach ? 64 : 128, kQueries = 64, kStages = 2;
   template <typename T>
   struct Shared {
     T k[kKeys * kHeadDim], v[kKeys * kHeadDim];
     T q[kStages][kQueries * kHeadDim], d_o[kStages][kQueries * kHeadDim];
     float lse[kStages][kQueries], delta[kStages][kQueries];
     uint64_t full_kv, empty_kv, full_out[2];
-    uint64_t full_q[kStages], full_do[kStages], empty[kStages];
+    uint64_t full_q[kStages], full_do[kStages],
+        empty_q[kStages];                                   // kOneEach: empty_q is of q alone
+    uint64_t empty_do[kStages], full_p[kStages];            // for kOneEach
+    uint32_t p[kOneEach ? kStages : 1][kQueries / 4][128];  // for kOneEach: probabilities
     RowBits<kQueries> not_finite_q, not_finite_do;
     Sm90KeyTile tile;  // without steps: there are no more
   };
@@ -79,17 +84,24 @@ __device__ __forceinline__ void ProduceKeyValueGrad(
       const int row = tile.batch * int(a.problem.heads) + head;
       for (int step = 0; step < tile.steps_per_head; ++step) {
         const int query = tile.first_query + step * Config::kQueries;
-        BarrierWait(&shared.empty[at.stage], at.parity ^ 1);
+        const auto load_doutput = [&] {
+          BarrierExpectBytes(&shared.full_do[at.stage],
+                             sizeof shared.d_o[0] + sizeof shared.delta[0]);
+          LoadPanels<kHeadDim>(shared.d_o[at.stage], Config::kQueries, doutput_map,
+                               &shared.full_do[at.stage], head, query, tile.batch);
+          TmaLoad(shared.delta[at.stage], row_terms_map, &shared.full_do[at.stage], query,
+                  int(a.problem.batch * a.problem.heads) + row);
+        };
+        if constexpr (Config::kOneEach) {
+          BarrierWait(&shared.empty_do[at.stage], at.parity ^ 1);
+          load_doutput();
+        }
+        BarrierWait(&shared.empty_q[at.stage], at.parity ^ 1);
         BarrierExpectBytes(&shared.full_q[at.stage], sizeof shared.q[0] + sizeof shared.lse[0]);
         LoadPanels<kHeadDim>(shared.q[at.stage], Config::kQueries, query_map,
                              &shared.full_q[at.stage], head, query, tile.batch);
         TmaLoad(shared.lse[at.stage], row_terms_map, &shared.full_q[at.stage], query, row);
-        BarrierExpectBytes(&shared.full_do[at.stage],
-                           sizeof shared.d_o[0] + sizeof shared.delta[0]);
-        LoadPanels<kHeadDim>(shared.d_o[at.stage], Config::kQueries, doutput_map,
-                             &shared.full_do[at.stage], head, query, tile.batch);
-        TmaLoad(shared.delta[at.stage], row_terms_map, &shared.full_do[at.stage], query,
-                int(a.problem.batch * a.problem.heads) + row);
+        if constexpr (!Config::kOneEach) load_doutput();
         at.Advance<Config::kStages>();
       }
     }
@@ -112,6 +124,12 @@ __device__ __forceinline__ void StoreKeyValueGrad(
 #pragma unroll 1
     for (int consumer = 0; consumer < 2; ++consumer) {
       BarrierWait(&shared.full_out[consumer], parity);
+      if constexpr (Config::kOneEach) {  // Each result is where the other warpgroup's operand was.
+        StorePanels<kHeadDim>(consumer == 0 ? dvalue_map : dkey_map,
+                              consumer == 0 ? shared.k : shared.v, Config::kKeys, tile.head,
+                              tile.first_row, tile.batch);
+        continue;
+      }
       StorePanels<kHeadDim>(dkey_map, shared.k + consumer * 64 * kPanelCols, Config::kKeys,
                             tile.head, tile.first_row + consumer * 64, tile.batch);
       StorePanels<kHeadDim>(dvalue_map, shared.v + consumer * 64 * kPanelCols, Config::kKeys,
@@ -193,9 +211,8 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
     const Sm90KeyTile& tile = shared.tile;
     const int steps = tile.steps_per_head * group_size;
     if (steps == 0) break;
-    // The queries that see all of the consumer's keys.
-    const int seen_from = tile.SeenFrom(tile.first_row + 64 * consumer + 63);
-    const int seen_to = tile.QueryEnd(tile.first_row + 64 * consumer);
+    // In registers: `tile` is for steps in which some query does not see some key.
+    const int seen_from = tile.seen_from, seen_to = tile.seen_to, end_query = tile.end_query;
     const auto sees = [&](int query, int key) {
       return key < tile.keys && query >= tile.QueryBegin(key) && query < tile.QueryEnd(key);
     };
@@ -222,8 +239,8 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
           s[4 * g + 2 * r + 1] = Exp2(s[4 * g + 2 * r + 1] * scale_log2 - shift.y);
         }
       }
-      const bool masked = query < seen_from || query + Config::kQueries > seen_to;
-      if (masked) {
+      const bool hides_some = query < seen_from || query + Config::kQueries > seen_to;
+      if (hides_some) {
         const int key = tile.first_row + row_in_tile;
         const int begins[2] = {tile.SeenFrom(key), tile.SeenFrom(key + 8)};
         const int ends[2] = {tile.QueryEnd(key), tile.QueryEnd(key + 8)};
@@ -237,9 +254,9 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
       // Where some key is not seen by all queries, both operands of the next products are cleared
       // of NaN and Inf, once both consumers have read them.
       bool cleared_do = false, cleared_q = false;
-      if (query < tile.seen_from || query + Config::kQueries > tile.seen_to) {
+      if (hides_some) {
         WgmmaWait<0>();
-        NamedBarrierSync(8, 256);
+        NamedBarrierSync(kClearBarrier, 256);
         cleared_do = ClearNonFinite<Config::kQueries, kHeadDim, 256>(
             shared.d_o[at.stage], shared.not_finite_do, tile.queries - query);
         cleared_q = ClearNonFinite<Config::kQueries, kHeadDim, 256>(
@@ -259,7 +276,7 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
           dp[4 * g + 2 * r + 1] = s[4 * g + 2 * r + 1] * (dp[4 * g + 2 * r + 1] - d.y);
         }
       }
-      if (masked) {
+      if (hides_some) {
 #pragma unroll
         for (int i = 0; i < Config::kQueries / 2; ++i) {
           // Not 0 times what may be NaN.
@@ -276,16 +293,17 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
       const auto spread = [&](auto& d, auto& rows, const void* tensor, int64_t dim) {
         SpreadNonFinite<Config::kQueries, kHeadDim, 256, T>(
             d, rows, tensor, tile.batch, p.seq_q, p.heads, dim,
-            tile.head * group_size + step / tile.steps_per_head, query, [&](int r, int row) {
+            tile.head * group_size + step / tile.steps_per_head, query, kClearBarrier,
+            [&](int r, int row) {
               return sees(query + row, tile.first_row + row_in_tile + 8 * r);
             });
       };
       if (cleared_do) spread(dv, shared.not_finite_do, a.doutput, p.value_dim);
       if (cleared_q) spread(dk, shared.not_finite_q, p.query, p.head_dim);
-      release(&shared.empty[at.stage]);
+      release(&shared.empty_q[at.stage]);
       at.Advance<Config::kStages>();
       query += Config::kQueries;
-      if (query >= tile.end_query) query = tile.first_query;  // of the next head
+      if (query >= end_query) query = tile.first_query;  // of the next head
     }
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= p.scale;
@@ -295,51 +313,6 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
                              kKeyPanel, lane);
     release(&shared.full_out[consumer]);
   }
-}
-
-template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kSm90BackwardThreads, 1)
-    KeyValueGradSm90Kernel(const __grid_constant__ Sm90BackwardArguments a,
-                           const __grid_constant__ CUtensorMap query_map,
-                           const __grid_constant__ CUtensorMap key_map,
-                           const __grid_constant__ CUtensorMap value_map,
-                           const __grid_constant__ CUtensorMap doutput_map,
-                           const __grid_constant__ CUtensorMap row_terms_map,
-                           const __grid_constant__ CUtensorMap dkey_map,
-                           const __grid_constant__ CUtensorMap dvalue_map) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Config = Sm90KeyValueGrad<kHeadDim>;
-  extern __shared__ __align__(1024) char memory[];
-  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
-  ForgetRows(shared.not_finite_q);
-  ForgetRows(shared.not_finite_do);
-  if (threadIdx.x == 0) {
-    BarrierInit(&shared.full_kv, 1);
-    BarrierInit(&shared.empty_kv, 1);
-    for (int i = 0; i < 2; ++i) BarrierInit(&shared.full_out[i], 4);
-    for (int i = 0; i < Config::kStages; ++i) {
-      BarrierInit(&shared.full_q[i], 1);
-      BarrierInit(&shared.full_do[i], 1);
-      BarrierInit(&shared.empty[i], 8);
-    }
-    FenceBarrierInit();
-  }
-  __syncthreads();
-  if (threadIdx.x < 128) {
-    RegistersDown<kHeadDim <= 64 ? 40 : 24>();
-    if (threadIdx.x == 0) {
-      ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, row_terms_map,
-                                       shared);
-    } else if (threadIdx.x == 32) {
-      StoreKeyValueGrad<T, kHeadDim>(a, dkey_map, dvalue_map, shared);
-    } else if (threadIdx.x >= 64) {
-      ZeroKeyValueGrad<T, kHeadDim>(a);
-    }
-  } else {
-    RegistersUp<kHeadDim <= 64 ? 232 : 240>();
-    ConsumeKeyValueGrad<T, kHeadDim>(a, shared);
-  }
-#endif
 }
 
 }  // namespace tf_ops

@@ -33,7 +33,9 @@ struct Sm90QueryTile : Sm90HeadRows, Sm90Visibility {
 template <int kHeadDim>
 struct Sm90QueryGrad {
   static constexpr int kQueries = 128, kStages = 2;
-  static constexpr int kKeys = kHeadDim <= 64 ? 128 : 96;  // registers
+  static constexpr int kKeys = kHeadDim <= 64    ? 128
+                               : kHeadDim <= 128 ? 96   // registers
+                                                 : 48;  // shared memory
   template <typename T>
   struct Shared {
     T q[kQueries * kHeadDim], d_o[kQueries * kHeadDim];
@@ -168,10 +170,9 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       lse[r] = a.lse_log2[batch_head * a.padded_queries + row];
       delta[r] = a.delta[batch_head * a.padded_queries + row];
     }
-    // The keys that all of the consumer's queries see.
-    const int first_row = tile.first_row + 64 * consumer;
-    const int seen_from = tile.KeyBegin(first_row + 63);
-    const int seen_to = tile.SeenTo(first_row, first_row + 63);
+    // The keys that all queries see. In registers: `tile` is for the blocks beyond.
+    const int last_row = tile.first_row + Config::kQueries - 1;
+    const int seen_from = tile.KeyBegin(last_row), seen_to = tile.SeenTo(tile.first_row, last_row);
 
 #pragma unroll 1
     for (int j = end_block - 1; j >= first_block; --j) {
@@ -188,8 +189,8 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       for (int i = 0; i < Config::kKeys / 2; ++i) {
         s[i] = Exp2(s[i] * scale_log2 - lse[i / 2 % 2]);
       }
-      const bool masked = (j + 1) * Config::kKeys > seen_to || j * Config::kKeys < seen_from;
-      if (masked) {
+      const bool hides_some = (j + 1) * Config::kKeys > seen_to || j * Config::kKeys < seen_from;
+      if (hides_some) {
         const int row = tile.first_row + row_in_tile;
         const int begins[2] = {tile.KeyBegin(row), tile.KeyBegin(row + 8)};
         const int ends[2] = {tile.SeenTo(row, row), tile.SeenTo(row + 8, row + 8)};
@@ -204,7 +205,7 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       release(&shared.empty_v[at.stage]);
 #pragma unroll
       for (int i = 0; i < Config::kKeys / 2; ++i) dp[i] = s[i] * (dp[i] - delta[i / 2 % 2]);
-      if (masked) {
+      if (hides_some) {
 #pragma unroll
         for (int i = 0; i < Config::kKeys / 2; ++i) {
           // Not 0 times what may be NaN.
@@ -213,10 +214,8 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       }
       PackOperand<T>(dp, ds_operand);
       bool cleared = false;
-      const int last_row = tile.first_row + Config::kQueries - 1;
-      if ((j + 1) * Config::kKeys > tile.SeenTo(tile.first_row, last_row) ||
-          j * Config::kKeys < tile.KeyBegin(last_row)) {
-        NamedBarrierSync(8, 256);  // both consumers have their scores
+      if (hides_some) {
+        NamedBarrierSync(kClearBarrier, 256);  // both consumers have their scores
         cleared = ClearNonFinite<Config::kKeys, kHeadDim, 256>(
             shared.k[at.stage], shared.not_finite, tile.keys - j * Config::kKeys);
       }
@@ -234,7 +233,8 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       if (cleared) {
         SpreadNonFinite<Config::kKeys, kHeadDim, 256, T>(
             dq, shared.not_finite, p.key, tile.batch, p.seq_k, p.kv_heads, p.head_dim,
-            tile.head / int(p.heads / p.kv_heads), j * Config::kKeys, [&](int r, int key_row) {
+            tile.head / int(p.heads / p.kv_heads), j * Config::kKeys, kClearBarrier,
+            [&](int r, int key_row) {
               const int row = tile.first_row + row_in_tile + 8 * r;
               const int key = j * Config::kKeys + key_row;
               return key >= tile.KeyBegin(row) && key < tile.SeenTo(row, row);
