@@ -139,6 +139,11 @@ def attention_cases():
         # Tiles that the window hides on both sides.
         window = {"seq_q": 300, "seq_k": 330, "window": (50, 9), "sink": True}
         yield f"{at}/window", attention_case(dtype, batch=1, head_dim=dim, **window)
+        # ... and queries and keys that see, or are seen by, nothing.
+        window |= {"seq_q": 400, "seq_k": 140, "window": (100, 0), "lengths": True}
+        yield f"{at}/window/tall", attention_case(dtype, head_dim=dim, bottom_right=True, **window)
+        window |= {"window": (20, 30)}
+        yield f"{at}/window/top_left", attention_case(dtype, head_dim=dim, **window)
     for name, dtype in FLOATS.items():
         yield f"attention/{name}/values_wider", attention_case(dtype, head_dim=33, value_dim=72)
         yield (

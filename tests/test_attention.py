@@ -7,14 +7,14 @@ import math
 import random
 
 import keras
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tf_ops
+import tf_ops.__main__
 from tests.philox import kept_pairs, philox
-from tf_ops import dot_product_attention
+from tf_ops import _library, dot_product_attention
 from tf_ops._library import library
 from tf_ops._ops import attention
 from tf_ops.testing import DTYPES, check, check_rejected
@@ -717,14 +717,23 @@ def test_what_a_window_hides_does_not_leak(dtype):
             np.testing.assert_array_equal(a[:, ~seen], b[:, ~seen])
 
 
+def test_a_window_between_two_infinities_of_a_tile_sees_neither(dtype):
+    query, key, value = draw(*[(1, 150, 2, 16)] * 3, dtype=dtype)
+    attend = lambda value: dot_product_attention(query, key, value, local_window_size=(9, 5))
+    expected = attend(value).numpy().astype(np.float32)
+    value, i = value.numpy(), np.arange(150)
+    for j, sign in ((2, 1), (40, -1), (60, 1), (100, -1), (126, 1)):
+        value[:, j, :, 3] = sign * math.inf
+        expected[:, (i - 9 <= j) & (j <= i + 5), :, 3] = sign * math.inf
+    np.testing.assert_array_equal(tf.cast(attend(tf.constant(value)), tf.float32), expected)
+
+
 def test_sink_of_minus_infinity_is_none(dtype):
     query, key, value = draw(*[(2, 9, 2, 8)] * 3, dtype=dtype)
     options = {"key_value_seq_lengths": [0, 7], "return_lse": True}
     with_sink = dot_product_attention(query, key, value, sink=[-math.inf] * 2, **options)
-    # On Hopper other kernels serve 16-bit calls with a sink: the same but for rounding.
     for a, b in zip(with_sink, dot_product_attention(query, key, value, **options)):
-        ulp = float(ml_dtypes.finfo(a.dtype.as_numpy_dtype).eps)
-        np.testing.assert_allclose(*(tf.cast(x, tf.float64) for x in (a, b)), 4 * ulp, 4 * ulp)
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_row_without_a_key_has_the_sink_as_lse(dtype, mode):
@@ -1155,6 +1164,44 @@ def test_raw_op_checks_its_inputs():
     query = query[0]
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"query is \[5,4,8\].*rank 4"):
         run(no_lengths)
+
+
+@pytest.mark.parametrize(
+    "changes, kernels, why",
+    [
+        ({}, "sm_90", ""),
+        ({"gradient": True}, "sm_90", ""),
+        ({"gradient": True, "head_dim": 256}, "sm_90", ""),
+        ({"seq_q": 1}, "decode", ""),
+        ({"seq_q": 1, "gradient": True}, "sm_90", ""),
+        ({"dtype": "float32"}, "simt", "float32"),
+        ({"capability": 120}, "sm_80", "9.0"),
+        ({"head_dim": 44}, "sm_80", "multiple of 8"),
+        ({"bias": True}, "sm_80", "bias"),
+        ({"mask": True}, "sm_80", "mask"),
+        ({"soft_cap": True}, "sm_80", "soft cap"),
+        ({"dropout": True}, "sm_80", "dropout"),
+    ],
+    ids=str,
+)
+def test_which_kernels_serve(changes, kernels, why):
+    sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "seq_q": 500, "seq_k": 500, "head_dim": 64}
+    sizes["value_dim"] = 64
+    of_call = {"dtype": "bfloat16", "gradient": False, "capability": 90}
+    features = dict.fromkeys(["bias", "mask", "soft_cap", "dropout"], False)
+    for part in (sizes, of_call, features):
+        part.update((k, v) for k, v in changes.items() if k in part)
+    result = _library.attention_kernels(**of_call, sizes=sizes.values(), features=features.values())
+    assert result[0] == kernels
+    assert why in result[1] and bool(why) == bool(result[1])
+
+
+def test_info_attention(monkeypatch, capsys):
+    arguments = "info attention --sm 90 --head-dim 128 --seq 4096 --window 1024 0 --dropout"
+    monkeypatch.setattr("sys.argv", ["tf_ops", *arguments.split()])
+    tf_ops.__main__.main()
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert lines == [f"{name:9} sm_80: there is dropout" for name in ("forward", "gradient")]
 
 
 def test_list_ops():

@@ -87,10 +87,54 @@ def bench(arguments):
         _bench.run(name, cases, arguments)
 
 
+def compute_capability():
+    """That of the first GPU, 90 for 9.0, or None."""
+    for gpu in tf.config.list_physical_devices("GPU"):
+        major, minor = tf.config.experimental.get_device_details(gpu)["compute_capability"]
+        return 10 * major + minor
+    return None
+
+
+def info_attention(arguments):
+    """Prints which GPU kernels serve dot_product_attention, and why not those for Hopper."""
+    a = arguments
+    capability = compute_capability() if a.sm is None else a.sm
+    if capability is None:
+        sys.exit("There is no GPU here. Name a compute capability: --sm 90")
+    archs = _library.build_info()["archs"]
+    if capability == 90 and "90a" not in archs:
+        print(f"This build is for {archs or 'the CPU only'}. One for 90a would use:")
+    seq_k, kv_heads = a.seq_k or a.seq, a.kv_heads or a.heads
+    sizes = [a.batch, a.heads, kv_heads, a.seq, seq_k, a.head_dim, a.value_dim or a.head_dim]
+    features = [a.bias, a.mask, a.soft_cap, a.dropout]
+    for name, gradient in (("forward", False), ("gradient", True)):
+        kernels, why = _library.attention_kernels(a.dtype, gradient, capability, sizes, features)
+        print(f"{name:9} {kernels}{': ' * bool(why)}{why}")
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m tf_ops")
     commands = parser.add_subparsers(required=True)
-    commands.add_parser("info", help=info.__doc__).set_defaults(run=info)
+    command = commands.add_parser("info", help=info.__doc__)
+    command.set_defaults(run=info)
+    command = command.add_subparsers().add_parser("attention", help=info_attention.__doc__)
+    command.set_defaults(run=info_attention)
+    dtypes = ["bfloat16", "float16", "float32"]
+    command.add_argument("--dtype", choices=dtypes, default=dtypes[0])
+    for name, default, text in (
+        ("batch", 1, None),
+        ("heads", 8, "of the query"),
+        ("kv-heads", None, "default: as the query"),
+        ("seq", 4096, "length of the query"),
+        ("seq-k", None, "default: as the query"),
+        ("head-dim", 128, None),
+        ("value-dim", None, "default: head_dim"),
+        ("sm", None, "compute capability, such as 90; default: this GPU's"),
+    ):
+        command.add_argument(f"--{name}", type=int, default=default, help=text)
+    for name in ("bias", "mask", "soft-cap", "dropout", "causal", "sink"):
+        command.add_argument(f"--{name}", action="store_true")
+    command.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"))
     command = commands.add_parser("bench", help=bench.__doc__)
     command.set_defaults(run=bench)
     command.add_argument("names", nargs="*", metavar="OP", help="a family; all by default")

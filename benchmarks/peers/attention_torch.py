@@ -393,11 +393,17 @@ class Check:
         last = case.seq_k - 1
         bad_k = (columns == last) | (columns == last // 2) | (columns == last - 3)
         bad_q = (rows == 0) | (rows == case.seq_q // 2)
+        if min(case.window) >= 0:  # so far apart that some see none of them
+            apart = 4 * sum(case.window) + 5
+            bad_k, bad_q = columns % apart == 3, rows % apart == 1
         q, k, v, do = (make.like(t) for t in (q, k, v, do))
         for t, bad in ((q, bad_q), (do, bad_q), (k, bad_k), (v, bad_k)):
             at = bad.nonzero().view(-1)
             t[:, at[1:]] = math.nan
             t[:, at[:1], :, ::2] = math.inf
+        nan_k, nan_q = bad_k.clone(), bad_q.clone()
+        for bad in (nan_k, nan_q):
+            bad[bad.nonzero()[:1]] = False
         # Beyond the lengths everything is poison.
         for t, lengths in ((q, q_len), (do, q_len), (k, k_len), (v, k_len)):
             if lengths is not None:
@@ -419,14 +425,19 @@ class Check:
         names = ["output", "lse", "dquery", "dkey", "dvalue", *["dsink"] * case.sink, "dbias"]
         for name, a, b, t in zip(names, results, poisoned, touched):
             self.expect((a == b)[~t].all(), case, f"{name} changed by what it does not see")
-        # What is seen is not dropped: a NaN key spoils the whole row.
-        if case.head_dim and case.value_dim:
-            nan_k = bad_k.clone()
-            nan_k[bad_k.nonzero()[0]] = False
+        # What is seen is not dropped: a NaN key spoils the whole row, a NaN query the column.
+        if case.head_dim and case.value_dim and case.scale != 0:
             if case.dropout:
                 seen = seen & (dropout_weights(case, self.device) > 0)
             spoiled = (seen & nan_k).any(3).transpose(1, 2)
             self.expect(poisoned[0][spoiled].isnan().all(), case, "a visible NaN was dropped")
+            if not case.dropout:
+                self.expect(poisoned[2][spoiled].isnan().all(), case, "dquery dropped a NaN")
+            spoiled = (seen & nan_q.view(1, 1, -1, 1)).any(2)
+            spoiled = spoiled.view(case.batch, case.kv_heads, group, case.seq_k).any(2)
+            spoiled = spoiled.transpose(1, 2)
+            for n in (3, 4):
+                self.expect(poisoned[n][spoiled].isnan().all(), case, f"{names[n]} dropped a NaN")
 
     def check_future_value(self, dtype, dim):
         """Inf in a value reaches those that see it, as Inf, and nobody else."""
@@ -442,6 +453,20 @@ class Check:
         clean[:, 77:, :, 3] = output[:, 77:, :, 3]
         clean[:, 177:, :, 5] = output[:, 177:, :, 5]
         self.expect(torch.equal(clean, output), case, "an inf changed other elements")
+
+    def check_window_value(self, dtype, dim):
+        """The same where a window passes by: several such values in a tile."""
+        case = Case(dtype=dtype, seq_q=300, seq_k=300, window=(9, 5), head_dim=dim, value_dim=dim)
+        make = Guarded(self.device, 0)
+        tensors = self.tensors(case, make)
+        clean = self.run(case, tensors, make)[0]
+        i = torch.arange(case.seq_q, device=self.device)
+        expected = clean.clone()
+        for key, sign in ((2, 1), (40, -1), (60, 1), (100, -1), (126, 1), (250, 1)):
+            tensors[2][:, key, :, 3] = sign * math.inf
+            expected[:, (i - 9 <= key) & (key <= i + 5), :, 3] = sign * math.inf
+        output = self.run(case, tensors, make)[0]
+        self.expect(torch.equal(output, expected), case, "inf in a window")
 
     def check_many_rows(self, batch):
         """One query and key each: the output is the value, dvalue is doutput."""
@@ -514,6 +539,23 @@ def cases():
                         base, **long, window=window, bottom_right=bottom_right
                     )
             yield dataclasses.replace(base, **long, window=(128, -1), causal=True, kv_heads=1)
+            # Whole tiles that all see, tiles of no use on both sides, and rows that see nothing.
+            wide = {"seq_q": 900, "seq_k": 1000, "heads": 2, "kv_heads": 1, "batch": 2}
+            for window in ((299, 0), (200, 250), (9, 5), (0, 500)):
+                for lengths in ({}, {"query_lengths": (700, 900), "key_lengths": (1000, 333)}):
+                    yield dataclasses.replace(
+                        base,
+                        **wide,
+                        **lengths,
+                        window=window,
+                        bottom_right=bool(lengths),
+                        sink=window[0] == 299,
+                        dlse=window[0] != 9,
+                    )
+            yield dataclasses.replace(base, seq_q=700, seq_k=130, window=(60, 0), sink=True)
+            yield dataclasses.replace(
+                base, seq_q=700, seq_k=130, window=(60, 20), bottom_right=True, value_dim=dim // 2
+            )
             yield dataclasses.replace(base, **long, sink=True)
             yield dataclasses.replace(base, **long, sink=True, causal=True, key_lengths=(0, 300))
             yield dataclasses.replace(base, **long, sink=True, query_lengths=(0, 300))
@@ -559,6 +601,7 @@ def run_checks(library, only=None):
             check.expect(False, case, str(error).splitlines()[0])
     for dtype, dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 256)):
         check.check_future_value(dtype, dim)
+        check.check_window_value(dtype, dim)
     check.check_many_rows(8300 if library.device == "cuda" else 3)
     if library.device == "cuda" and torch.cuda.mem_get_info()[0] > 60e9:
         check.check_long()

@@ -1,17 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GPU launchers of attention, and which kernels serve a call:
-//
-//   the output of at most 16 queries
-//     (float32: 4) to 256 keys or more;
-//     no bias, mask or dropout                  attention_decode.cuh
-//   float32                                     attention_simt.cuh
-//   float16, bfloat16                           attention_sm80.cuh
-//     on sm_90: no bias, mask, soft cap,
-//     window, sink or dropout, 16-byte rows;
-//     gradients: head_dim <= 128                attention_sm90_forward.cuh, _backward.cuh
-//   the gradient of the bias                    attention_simt.cuh, attention_sm80_grad.cuh
+// The GPU launchers of attention; attention_kernels.cc says which kernels serve a call.
+#include <initializer_list>
+
 #include "cc/attention/attention_decode.h"
 #include "cc/attention/attention_gpu.h"
+#include "cc/attention/attention_kernels.h"
 #include "cc/attention/attention_pairs.cuh"
 #include "cc/attention/attention_sm90.h"
 
@@ -53,31 +46,18 @@ char* AlignedData(const TensorView& workspace) {
   return reinterpret_cast<char*>(AlignedBytes(reinterpret_cast<uintptr_t>(workspace.data)));
 }
 
-}  // namespace
-
-bool ServesSm90(const AttentionProblem& p, DType dtype, int largest_head_dim,
-                std::initializer_list<const void*> data) {
-  if (!TF_OPS_SM90A || dtype == DType::kFloat32) return false;
-  if (p.bias || p.mask || p.soft_cap != 0.0f) return false;
-  if (p.sink || p.dropout_threshold || p.window_left >= 0 || p.window_right > 0) return false;
-  if (!(p.scale > 0.0f && p.scale <= 3e38f)) return false;  // the maximum is taken unscaled
-  // The copy engine takes rows of 16-byte multiples at 16-byte addresses.
-  const int64_t dim = std::max(p.head_dim, p.value_dim);
-  if (p.head_dim == 0 || p.value_dim == 0 || p.head_dim % 8 || p.value_dim % 8) return false;
-  if (dim > largest_head_dim) return false;
-  for (const void* pointer : data) {
-    if (reinterpret_cast<uintptr_t>(pointer) % 16) return false;
-  }
-  // Rows, heads and tiles are counted in int.
-  constexpr int64_t kLimit = int64_t{1} << 30;
-  if (p.seq_q == 0 || p.seq_k == 0 || p.seq_q > kLimit || p.seq_k > kLimit) return false;
-  if (p.batch == 0 || p.heads == 0 || p.batch * p.heads > kLimit) return false;
-  const int64_t tiles = (std::max(p.seq_q, p.seq_k) + 63) / 64;
-  if (p.batch * p.heads * tiles > kLimit) return false;
-  if (p.batch * p.heads > kLimit / 16) return false;  // of whole tiles, a warp for each row
+// `data` are all 16-bit tensors of the call.
+AttentionKernels KernelsOf(const AttentionProblem& p, DType dtype, AttentionPass pass,
+                           std::initializer_list<const void*> data) {
+  bool aligned = true;
+  for (const void* pointer : data) aligned &= reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
   const DeviceProperties device = CurrentDevice();
-  return device.major == 9 && device.minor == 0;
+  // Without code for sm_90a, a 9.0 runs what an 8.0 does.
+  const int capability = TF_OPS_SM90A ? 10 * device.major + device.minor : 80;
+  return ChooseAttention(p, dtype, pass, capability, aligned).kernels;
 }
+
+}  // namespace
 
 Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView value,
                            TensorView bias, TensorView mask, TensorView query_seq_lengths,
@@ -93,14 +73,16 @@ Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView
       !s.ok()) {
     return s;
   }
-  if (ServesDecode(p, query.dtype)) {
+  const AttentionKernels kernels = KernelsOf(p, query.dtype, AttentionPass::kForward,
+                                             {query.data, key.data, value.data, output.data});
+  if (kernels == AttentionKernels::kDecode) {
     return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
       using T = decltype(zero);
       return DecodeAttention<T>(gpu, p, KeyPages{}, output.as<T>(), lse.as<float>(),
                                 workspace.data);
     });
   }
-  if (ServesSm90(p, query.dtype, 256, {query.data, key.data, value.data, output.data})) {
+  if (kernels == AttentionKernels::kSm90) {
     return DispatchSm90<64, 128, 256>(query.dtype, p, [&](auto zero, auto dim) {
       using T = decltype(zero);
       return AttentionForwardSm90<T, dim>(gpu, p, output.as<T>(), lse.as<float>());
@@ -130,17 +112,6 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
   if (!dsink.SameShapeAndDType(sink)) {
     return InvalidArgument("dot_product_attention: the gradient of sink must be as sink is");
   }
-  if (ServesSm90(
-          p, query.dtype, 128,
-          {query.data, key.data, value.data, doutput.data, dquery.data, dkey.data, dvalue.data})) {
-    return DispatchSm90<64, 128>(query.dtype, p, [&](auto zero, auto dim) {
-      using T = decltype(zero);
-      return AttentionBackwardSm90<T, dim>(
-          gpu, p, output.as<const T>(), doutput.as<const T>(), lse.as<const float>(),
-          dlse.present() ? dlse.as<const float>() : nullptr, dquery.as<T>(), dkey.as<T>(),
-          dvalue.as<T>(), reinterpret_cast<float*>(AlignedData(workspace)));
-    });
-  }
   AttentionGradients g = {};
   g.doutput = doutput.data;
   g.output = output.data;
@@ -156,6 +127,15 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
   g.dquery = dquery.data;
   g.dkey = dkey.data;
   g.dvalue = dvalue.data;
+  const AttentionKernels kernels =
+      KernelsOf(p, query.dtype, AttentionPass::kGrad,
+                {query.data, key.data, value.data, g.doutput, g.dquery, g.dkey, g.dvalue});
+  if (kernels == AttentionKernels::kSm90) {
+    Status s = DispatchSm90<64, 128, 256>(query.dtype, p, [&](auto zero, auto dim) {
+      return AttentionBackwardSm90<decltype(zero), dim>(gpu, p, g);
+    });
+    return s.ok() ? LaunchSinkGrad(gpu, p, g) : s;
+  }
   return DispatchKernels(query.dtype, p, [&](auto kernels) { return kernels.Grad(gpu, p, g); });
 }
 

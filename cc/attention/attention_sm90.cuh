@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <climits>
 #include <cstdint>
 
 #include "cc/attention/attention_gpu.h"
@@ -23,17 +22,24 @@ constexpr float kLog2E = 1.44269504f;
 // How many queries and keys of a batch row are valid, and how far a query sees.
 struct Sm90Visibility {
   int queries, keys;
-  int diagonal;  // query i sees the keys below min(keys, i + diagonal)
+  int first, end;  // query i sees the keys from i + first on, those before i + end
 
   __device__ Sm90Visibility(const AttentionProblem& p, int batch) {
     const auto length = [&](const int32_t* lengths, int size) {
       return lengths ? min(max(lengths[batch], 0), size) : size;
     };
+    constexpr int kUnbounded = 1 << 30;  // sequences are of at most 2^29
     queries = length(p.query_seq_lengths, int(p.seq_q));
     keys = length(p.key_value_seq_lengths, int(p.seq_k));
-    diagonal = !p.is_causal ? keys : p.bottom_right ? keys - queries + 1 : 1;
+    const int offset = p.bottom_right ? keys - queries : 0;
+    first = p.window_left < 0 ? -kUnbounded : offset - int(p.window_left);
+    end = p.window_right < 0 ? kUnbounded : offset + int(p.window_right) + 1;
   }
-  __device__ int Limit(int query) const { return min(keys, query + diagonal); }
+  // A query sees the keys [KeyBegin, KeyEnd); a key is seen by the queries [QueryBegin, QueryEnd).
+  __device__ int KeyBegin(int query) const { return max(0, query + first); }
+  __device__ int KeyEnd(int query) const { return min(keys, query + end); }
+  __device__ int QueryBegin(int key) const { return max(0, key - end + 1); }
+  __device__ int QueryEnd(int key) const { return min(queries, key - first + 1); }
 };
 
 // The tiles of one block. Every other round goes backwards through the blocks, so that no block
@@ -73,6 +79,15 @@ __device__ __forceinline__ uint32_t Pack(float low, float high) {
   return packed;
 }
 
+template <typename T>
+__device__ __forceinline__ float2 Unpack(uint32_t packed) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+  }
+}
+
 __device__ __forceinline__ float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -99,78 +114,89 @@ __device__ __forceinline__ void StorePanels(const CUtensorMap& map, const T* fro
   }
 }
 
-// Zeroes up to 64 rows of one head of a [batch, size, heads, dim] tensor, by 128 threads.
+// Zeroes up to `rows` rows of one head of a [batch, size, heads, dim] tensor, by 64 threads.
 template <typename T>
 __device__ __forceinline__ void ZeroRows(void* tensor, int64_t batch, int64_t size, int64_t heads,
-                                         int64_t dim, int head, int first_row) {
-  for (int row = first_row; row < min(first_row + 64, int(size)); ++row) {
+                                         int64_t dim, int head, int first_row, int rows) {
+  for (int row = first_row; row < min(first_row + rows, int(size)); ++row) {
     T* to = static_cast<T*>(tensor) + ((batch * size + row) * heads + head) * dim;
-    for (int i = threadIdx.x % 128; i < dim; i += 128) to[i] = T(0.0f);
+    for (int i = threadIdx.x % 64; i < dim; i += 64) to[i] = T(0.0f);
   }
 }
 
 // 0 times NaN is NaN: a value that some rows of a product do not see must not be NaN or Inf when
-// the product is formed. Zeroes such entries of a tile in shared memory, and notes for each column
-// the row that most see: the first, or the last where !kFirst, among the first valid_rows, which
-// had +Inf, in nearest[0], and -Inf, in nearest[1]; NaN counts as both. All kThreads consumer
-// threads call it; all are told whether any was found.
-template <bool kFirst>
-constexpr int kNoRow = kFirst ? INT_MAX : -1;
+// the product is formed. Zeroes such entries of a tile in shared memory, and notes the rows among
+// the first valid_rows that had some: a bit each in `found`. All kThreads consumer threads call it;
+// all are told whether there was any.
+constexpr int kClearBarrier = 8;  // the named barrier for it
 
-template <int kRows, int kDim, int kThreads, bool kFirst, typename T>
-__device__ __forceinline__ bool ClearNonFinite(T* tile, int (&nearest)[2][kDim], int valid_rows) {
+template <int kRows>
+using RowBits = uint32_t[(kRows + 31) / 32];
+
+template <int kRows, int kDim, int kThreads, typename T>
+__device__ __forceinline__ bool ClearNonFinite(T* tile, RowBits<kRows>& found, int valid_rows) {
   constexpr uint32_t kExponents = std::is_same_v<T, bf16> ? 0x7f807f80 : 0x7c007c00;
   constexpr uint32_t kLowestBits = std::is_same_v<T, bf16> ? 0x00800080 : 0x04000400;
   const auto overflows = [](uint32_t pair) {  // sign bits of those whose exponent is all ones
     return ((pair & kExponents) + kLowestBits) & 0x80008000;
   };
-  bool found = false;
+  bool any = false;
 #pragma unroll 4
   for (int i = threadIdx.x - 128; i < kRows * kDim / 8; i += kThreads) {
     uint4* const chunk = reinterpret_cast<uint4*>(tile) + i;
     const uint4 x = *chunk;
     if (!(overflows(x.x) | overflows(x.y) | overflows(x.z) | overflows(x.w))) continue;
-    found = true;
-    const int row = i / 8 % kRows, column = i / 8 / kRows * kPanelCols + (i % 8 ^ row % 8) * 8;
+    any = true;
+    const int row = i / 8 % kRows;
+    if (row < valid_rows) atomicOr(&found[row / 32], 1u << row % 32);
     T* const entries = reinterpret_cast<T*>(chunk);
 #pragma unroll 1
     for (int c = 0; c < 8; ++c) {
-      const float entry = float(entries[c]);
-      if (fabsf(entry) <= 3.4e38f) continue;
-      entries[c] = T(0.0f);
-      for (int sign = 0; sign < 2; ++sign) {
-        if (row >= valid_rows || entry == (sign ? INFINITY : -INFINITY)) continue;
-        int* const to = &nearest[sign][column + c];
-        kFirst ? atomicMin(to, row) : atomicMax(to, row);
+      if (!(fabsf(float(entries[c])) <= 3.4e38f)) entries[c] = T(0.0f);
+    }
+  }
+  if (any) FenceAsyncProxy();
+  return NamedBarrierOr(kClearBarrier, kThreads, any);
+}
+
+// Adds what was cleared to the results of the rows that see it: sees(r, row) of the thread's row
+// r. It is read again from memory, where `tensor` is [batch, size, heads, dim] and the tile starts
+// at first_row: this is rare, and may be slow. The kThreads threads that call it meet at `barrier`.
+template <int kRows, int kDim, int kThreads, typename T, typename Sees>
+__device__ __forceinline__ void SpreadNonFinite(float (&d)[kDim / 2], RowBits<kRows>& found,
+                                                const void* tensor, int64_t batch, int64_t size,
+                                                int64_t heads, int64_t dim, int head, int first_row,
+                                                int barrier, Sees sees) {
+#pragma unroll 1
+  for (int row = 0; row < kRows; ++row) {
+    if (!(found[row / 32] >> row % 32 & 1)) continue;
+    const T* const from =
+        static_cast<const T*>(tensor) + ((batch * size + first_row + row) * heads + head) * dim;
+    const bool seen[2] = {sees(0, row), sees(1, row)};
+#pragma unroll
+    for (int i = 0; i < kDim / 2; i += 4) {
+      const int column = i * 2 + threadIdx.x % 4 * 2;
+      uint32_t pair = 0;
+      if (column < dim) pair = *reinterpret_cast<const uint32_t*>(from + column);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float x = n ? Unpack<T>(pair).y : Unpack<T>(pair).x;
+        const float added = fabsf(x) <= 3.4e38f ? 0.0f : x;
+        d[i + n] += seen[0] ? added : 0.0f;
+        d[i + 2 + n] += seen[1] ? added : 0.0f;
       }
     }
   }
-  if (found) FenceAsyncProxy();
-  return NamedBarrierOr(8, kThreads, found);
-}
-
-// Adds them to the results of the rows that see them: sees(r, nearest) of the thread's row r.
-template <int kDim, int kThreads, bool kFirst, typename Sees>
-__device__ __forceinline__ void SpreadNonFinite(float (&d)[kDim / 2], int (&nearest)[2][kDim],
-                                                Sees sees) {
-#pragma unroll
-  for (int i = 0; i < kDim / 2; ++i) {
-    for (int sign = 0; sign < 2; ++sign) {
-      const int row = nearest[sign][i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2];
-      if (row != kNoRow<kFirst> && sees(i / 2 % 2, row)) d[i] += sign ? -INFINITY : INFINITY;
-    }
-  }
-  NamedBarrierSync(8, kThreads);
-  for (int i = threadIdx.x - 128; i < 2 * kDim; i += kThreads) {
-    nearest[i / kDim][i % kDim] = kNoRow<kFirst>;
-  }
-  NamedBarrierSync(8, kThreads);
+  NamedBarrierSync(barrier, kThreads);
+  const int thread = (threadIdx.x - 128) % kThreads;
+  if (thread < int(sizeof found / sizeof found[0])) found[thread] = 0;
+  NamedBarrierSync(barrier, kThreads);
 }
 
 // At the start of a kernel.
-template <bool kFirst, int kDim>
-__device__ __forceinline__ void ForgetNonFinite(int (&nearest)[2][kDim]) {
-  if (threadIdx.x < kDim) nearest[0][threadIdx.x] = nearest[1][threadIdx.x] = kNoRow<kFirst>;
+template <int kWords>
+__device__ __forceinline__ void ForgetRows(uint32_t (&found)[kWords]) {
+  if (threadIdx.x < kWords) found[threadIdx.x] = 0;
 }
 
 // Writes an accumulator of 64 x kDim to `rows`, the thread's first row of panels that have

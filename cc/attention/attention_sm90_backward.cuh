@@ -17,15 +17,69 @@
 #pragma once
 
 #include "cc/attention/attention_sm90_key_grad.cuh"
+#include "cc/attention/attention_sm90_one_key_grad.cuh"
 #include "cc/attention/attention_sm90_query_grad.cuh"
 
 namespace tf_ops {
 
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kSm90BackwardThreads, 1)
+    KeyValueGradSm90Kernel(const __grid_constant__ Sm90BackwardArguments a,
+                           const __grid_constant__ CUtensorMap query_map,
+                           const __grid_constant__ CUtensorMap key_map,
+                           const __grid_constant__ CUtensorMap value_map,
+                           const __grid_constant__ CUtensorMap doutput_map,
+                           const __grid_constant__ CUtensorMap row_terms_map,
+                           const __grid_constant__ CUtensorMap dkey_map,
+                           const __grid_constant__ CUtensorMap dvalue_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Config = Sm90KeyValueGrad<kHeadDim>;
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
+  ForgetRows(shared.not_finite_q);
+  ForgetRows(shared.not_finite_do);
+  if (threadIdx.x == 0) {
+    BarrierInit(&shared.full_kv, 1);
+    BarrierInit(&shared.empty_kv, 1);
+    for (int i = 0; i < 2; ++i) BarrierInit(&shared.full_out[i], 4);
+    for (int i = 0; i < Config::kStages; ++i) {
+      BarrierInit(&shared.full_q[i], 1);
+      BarrierInit(&shared.full_do[i], 1);
+      BarrierInit(&shared.empty_q[i], 8);
+      BarrierInit(&shared.empty_do[i], 8);
+      BarrierInit(&shared.full_p[i], 4);
+    }
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    RegistersDown<kHeadDim == 128 ? 24 : 40>();
+    if (threadIdx.x == 0) {
+      ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, row_terms_map,
+                                       shared);
+    } else if (threadIdx.x == 32) {
+      StoreKeyValueGrad<T, kHeadDim>(a, dkey_map, dvalue_map, shared);
+    } else if (threadIdx.x >= 64) {
+      ZeroKeyValueGrad<T, kHeadDim>(a);
+    }
+  } else {
+    RegistersUp<kHeadDim == 128 ? 240 : 232>();
+    if constexpr (!Config::kOneEach) {
+      ConsumeKeyValueGrad<T, kHeadDim>(a, shared);
+    } else if (__shfl_sync(0xffffffff, threadIdx.x / 128, 0) == 1) {
+      ConsumeValueGrad<T, kHeadDim>(a, shared);
+    } else {
+      ConsumeKeyGrad<T, kHeadDim>(a, shared);
+    }
+  }
+#endif
+}
+
 // One warp per query of one head; rows that are padding or see nothing get lse = +inf.
 template <typename T>
 __global__ void __launch_bounds__(256)
-    RowTermsSm90Kernel(AttentionProblem p, const T* output, const T* doutput, const float* lse,
-                       const float* dlse, int padded_queries, float* lse_log2, float* delta) {
+    RowTermsSm90Kernel(AttentionProblem p, AttentionGradients g, int padded_queries,
+                       float* lse_log2, float* delta) {
   const int64_t index = (blockIdx.x * int64_t{256} + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
   const int64_t head = index % p.heads, row = index / p.heads % padded_queries;
@@ -34,17 +88,25 @@ __global__ void __launch_bounds__(256)
   float sum = 0.0f, shift = INFINITY;
   if (row < p.seq_q) {
     const int64_t at = ((batch * p.seq_q + row) * p.heads + head) * p.value_dim;
+    const T *output = static_cast<const T*>(g.output), *doutput = static_cast<const T*>(g.doutput);
     for (int i = lane; i < p.value_dim; i += 32) {
       sum += float(output[at + i]) * float(doutput[at + i]);
     }
     sum = WarpReduce(sum, Sum{});
     const int64_t of_row = (batch * p.heads + head) * p.seq_q + row;
-    const float of_lse = dlse ? dlse[of_row] : 0.0f;
+    const float of_lse = g.dlse ? g.dlse[of_row] : 0.0f, lse = g.lse[of_row];
+    const Sm90Visibility visibility(p, int(batch));
+    if (p.sink && lane == 0) {
+      // A query that is none has an output of 0, whatever its upstream gradient.
+      const float weight = lse == -INFINITY ? 0.0f : expf(p.sink[head] - lse);
+      g.sink_terms[of_row] = row >= visibility.queries ? of_lse : -weight * (sum - of_lse);
+    }
     sum -= of_lse;
-    if (of_lse == 0.0f && Sm90Visibility(p, int(batch)).Limit(int(row)) == 1) {
+    if (of_lse == 0.0f && !p.sink &&
+        visibility.KeyEnd(int(row)) - visibility.KeyBegin(int(row)) == 1) {
       sum = __uint_as_float(kOneKeyDelta);
     }
-    if (lse[of_row] != -INFINITY) shift = lse[of_row] * kLog2E;
+    if (lse != -INFINITY) shift = lse * kLog2E;
   }
   if (lane == 0) {
     const int64_t to = (batch * p.heads + head) * padded_queries + row;
@@ -54,44 +116,47 @@ __global__ void __launch_bounds__(256)
 }
 
 template <typename T, int kHeadDim>
-Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output, const T* doutput,
-                             const float* lse, const float* dlse, T* dquery, T* dkey, T* dvalue,
-                             float* row_terms) {
+Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const AttentionGradients& g) {
   using KeyValueConfig = Sm90KeyValueGrad<kHeadDim>;
   using QueryConfig = Sm90QueryGrad<kHeadDim>;
+  static_assert(sizeof(typename KeyValueConfig::template Shared<T>) <= 227 * 1024);
+  static_assert(sizeof(typename QueryConfig::template Shared<T>) <= 227 * 1024);
   const int64_t padded_queries = Sm90PaddedQueries(p);
-  float* delta = row_terms + p.batch * p.heads * padded_queries;
+  float* const row_terms = reinterpret_cast<float*>(g.rows);
+  float* const delta = row_terms + p.batch * p.heads * padded_queries;
   const int64_t warps = p.batch * p.heads * padded_queries;
   RowTermsSm90Kernel<T><<<unsigned((warps + 7) / 8), 256, 0, gpu.stream>>>(
-      p, output, doutput, lse, dlse, int(padded_queries), row_terms, delta);
+      p, g, int(padded_queries), row_terms, delta);
   if (Status s = CudaStatus(); !s.ok()) return s;
 
-  CUtensorMap query_64, query_128, key_128, value_128, key_n, value_n, doutput_64, doutput_128;
+  CUtensorMap query_64, query_128, key_rows, value_rows, key_n, value_n, doutput_64, doutput_128;
   CUtensorMap dquery_64, dkey_64, dvalue_64, row_terms_map;
   const bool mapped =
       MakeRowMap(row_terms, 2 * p.batch * p.heads, padded_queries, KeyValueConfig::kQueries,
                  &row_terms_map) &&
       MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, 64, &query_64) &&
       MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, 128, &query_128) &&
-      MakeTensorMap<T>(p.key, p.head_dim, p.kv_heads, p.seq_k, p.batch, 128, &key_128) &&
-      MakeTensorMap<T>(p.value, p.value_dim, p.kv_heads, p.seq_k, p.batch, 128, &value_128) &&
+      MakeTensorMap<T>(p.key, p.head_dim, p.kv_heads, p.seq_k, p.batch, KeyValueConfig::kKeys,
+                       &key_rows) &&
+      MakeTensorMap<T>(p.value, p.value_dim, p.kv_heads, p.seq_k, p.batch, KeyValueConfig::kKeys,
+                       &value_rows) &&
       MakeTensorMap<T>(p.key, p.head_dim, p.kv_heads, p.seq_k, p.batch, QueryConfig::kKeys,
                        &key_n) &&
       MakeTensorMap<T>(p.value, p.value_dim, p.kv_heads, p.seq_k, p.batch, QueryConfig::kKeys,
                        &value_n) &&
-      MakeTensorMap<T>(doutput, p.value_dim, p.heads, p.seq_q, p.batch, 64, &doutput_64) &&
-      MakeTensorMap<T>(doutput, p.value_dim, p.heads, p.seq_q, p.batch, 128, &doutput_128) &&
-      MakeTensorMap<T>(dquery, p.head_dim, p.heads, p.seq_q, p.batch, 64, &dquery_64) &&
-      MakeTensorMap<T>(dkey, p.head_dim, p.kv_heads, p.seq_k, p.batch, 64, &dkey_64) &&
-      MakeTensorMap<T>(dvalue, p.value_dim, p.kv_heads, p.seq_k, p.batch, 64, &dvalue_64);
+      MakeTensorMap<T>(g.doutput, p.value_dim, p.heads, p.seq_q, p.batch, 64, &doutput_64) &&
+      MakeTensorMap<T>(g.doutput, p.value_dim, p.heads, p.seq_q, p.batch, 128, &doutput_128) &&
+      MakeTensorMap<T>(g.dquery, p.head_dim, p.heads, p.seq_q, p.batch, 64, &dquery_64) &&
+      MakeTensorMap<T>(g.dkey, p.head_dim, p.kv_heads, p.seq_k, p.batch, 64, &dkey_64) &&
+      MakeTensorMap<T>(g.dvalue, p.value_dim, p.kv_heads, p.seq_k, p.batch, 64, &dvalue_64);
   if (!mapped) return Internal("dot_product_attention: cuTensorMapEncodeTiled failed");
 
-  Sm90BackwardArguments a{p, row_terms, delta, dquery, dkey, dvalue};
+  Sm90BackwardArguments a{p, row_terms, delta, g.doutput, g.dquery, g.dkey, g.dvalue};
   a.padded_queries = int(padded_queries);
   const int64_t row_bytes = (p.head_dim + p.value_dim) * int64_t{sizeof(T)};
   const auto launch = [&](auto* kernel, int shared_bytes, int64_t heads, int64_t rows,
-                          int64_t bytes_per_head, auto... maps) {
-    a.row_blocks = int((rows + 127) / 128);
+                          int rows_per_tile, int64_t bytes_per_head, auto... maps) {
+    a.row_blocks = int((rows + rows_per_tile - 1) / rows_per_tile);
     a.tiles = int(p.batch * heads) * a.row_blocks;
     a.heads_per_group = HeadsPerGroup(bytes_per_head, p.batch * heads);
     if (cudaError_t error =
@@ -106,14 +171,14 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const T* output
   const int64_t group_size = p.heads / p.kv_heads;
   if (Status s = launch(KeyValueGradSm90Kernel<T, kHeadDim>,
                         sizeof(typename KeyValueConfig::template Shared<T>), p.kv_heads, p.seq_k,
-                        p.seq_q * row_bytes * group_size, query_64, key_128, value_128, doutput_64,
-                        row_terms_map, dkey_64, dvalue_64);
+                        KeyValueConfig::kKeys, p.seq_q * row_bytes * group_size, query_64, key_rows,
+                        value_rows, doutput_64, row_terms_map, dkey_64, dvalue_64);
       !s.ok()) {
     return s;
   }
   return launch(QueryGradSm90Kernel<T, kHeadDim>, sizeof(typename QueryConfig::template Shared<T>),
-                p.heads, p.seq_q, p.seq_k * row_bytes / group_size, query_128, key_n, value_n,
-                doutput_128, dquery_64);
+                p.heads, p.seq_q, QueryConfig::kQueries, p.seq_k * row_bytes / group_size,
+                query_128, key_n, value_n, doutput_128, dquery_64);
 }
 
 }  // namespace tf_ops

@@ -5,20 +5,29 @@
 // multiprocessor for many tiles. A tile is kBlockM queries of one head; a consumer owns 64 of
 // them: their output and running maximum and sum stay in its registers. One thread of the
 // producer streams K and V through a ring of kStages buffers by TMA, in 128-byte swizzled panels
-// of 64 columns, the next tile's while the last one is still being finished.
+// of 64 columns, the next tile's while the last one is still being finished; with the queries it
+// tells the consumers which tile they are of. Tiles in which no query sees a key are zeroed by two
+// warps that have nothing else to do.
 //
 // Per key block j, a consumer issues S_j = Q K_j and then O += P_{j-1} V_{j-1}; the softmax of
 // S_j runs while the second product does. Two named barriers make the consumers take turns at
 // issuing, so that one's softmax hides behind the other's products as well.
 //
-// Key blocks go from the last visible one to the first: only the first steps need a mask. Tiles
-// go heads within a group whose K and V fit in L2, then queries from the last, which under
-// causality see the most keys, to the first.
+// Key blocks go from the last that some query sees to the first that some query sees; only those
+// at the ends, where some query does not see all, are masked. Tiles go heads within a group whose
+// K and V fit in L2, then queries from the last, which under causality see the most keys, to the
+// first.
 #pragma once
 
 #include "cc/attention/attention_sm90.cuh"
 
 namespace tf_ops {
+
+// The work of one tile: which rows, and how far they see.
+struct Sm90Tile : Sm90Visibility {
+  int batch, head, first_row;
+  int first_block, end_block;  // key blocks that some row sees; end_block is 0 if there are none
+};
 
 template <int kHeadDim>
 struct Sm90Forward {
@@ -37,9 +46,10 @@ struct Sm90Forward {
     T q[kQueryStages][kBlockM * kHeadDim];
     T k[kStages][kBlockN * kHeadDim];
     T v[kStages][kBlockN * kHeadDim];
+    Sm90Tile tile[kQueryStages];  // without keys: there are no more
     uint64_t full_q[kQueryStages], empty_q[kQueryStages], full_o[kConsumers];
     uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-    int nearest[2][kHeadDim];
+    RowBits<kBlockN> not_finite;
   };
 };
 
@@ -48,12 +58,6 @@ struct Sm90ForwardArguments {
   void* output;
   float* lse;
   int query_blocks, tiles, heads_per_group;
-};
-
-// The work of one tile: which rows, and how far they see.
-struct Sm90Tile : Sm90Visibility {
-  int batch, head, first_row;
-  int blocks;  // key blocks that any row of the tile sees
 };
 
 template <int kBlockM, int kBlockN>
@@ -71,8 +75,9 @@ __device__ __forceinline__ Sm90Tile TileAt(const Sm90ForwardArguments& a, int in
   tile.head = batch_head % int(p.heads);
   tile.first_row = (a.query_blocks - 1 - within / heads) * kBlockM;
   const int last_row = min(tile.first_row + kBlockM, tile.queries) - 1;
-  const int seen = last_row < tile.first_row ? 0 : max(tile.Limit(last_row), 0);
-  tile.blocks = (seen + kBlockN - 1) / kBlockN;
+  const int begin = tile.KeyBegin(tile.first_row), end = tile.KeyEnd(last_row);
+  tile.first_block = begin / kBlockN;
+  tile.end_block = last_row < tile.first_row || end <= begin ? 0 : (end + kBlockN - 1) / kBlockN;
   return tile;
 }
 
@@ -117,14 +122,15 @@ __device__ __forceinline__ void ProduceForward(
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
     const Sm90Tile tile = TileAt<kBlockM, kBlockN>(a, index);
-    if (tile.blocks == 0) continue;
+    if (tile.end_block == 0) continue;
     const int kv_head = tile.head / group_size;
     BarrierWait(&shared.empty_q[query_at.stage], query_at.parity ^ 1);
+    shared.tile[query_at.stage] = tile;
     BarrierExpectBytes(&shared.full_q[query_at.stage], sizeof shared.q[0]);
     LoadPanels<kHeadDim>(shared.q[query_at.stage], kBlockM, query_map,
                          &shared.full_q[query_at.stage], tile.head, tile.first_row, tile.batch);
     query_at.Advance<Config::kQueryStages>();
-    for (int j = tile.blocks - 1; j >= 0; --j) {
+    for (int j = tile.end_block - 1; j >= tile.first_block; --j) {
       BarrierWait(&shared.empty_k[at.stage], at.parity ^ 1);
       BarrierExpectBytes(&shared.full_k[at.stage], sizeof shared.k[0]);
       LoadPanels<kHeadDim>(shared.k[at.stage], kBlockN, key_map, &shared.full_k[at.stage], kv_head,
@@ -136,6 +142,9 @@ __device__ __forceinline__ void ProduceForward(
       at.Advance<Config::kStages>();
     }
   }
+  BarrierWait(&shared.empty_q[query_at.stage], query_at.parity ^ 1);
+  shared.tile[query_at.stage].end_block = 0;
+  BarrierArrive(&shared.full_q[query_at.stage]);
 }
 
 // Copies each finished tile from where its queries were to the output.
@@ -149,7 +158,7 @@ __device__ __forceinline__ void StoreForward(
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
     const Sm90Tile tile = TileAt<Config::kBlockM, Config::kBlockN>(a, index);
-    if (tile.blocks == 0) continue;
+    if (tile.end_block == 0) continue;
 #pragma unroll 1
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
       BarrierWait(&shared.full_o[consumer], parity);
@@ -164,6 +173,25 @@ __device__ __forceinline__ void StoreForward(
   TmaStoreWait();
 }
 
+// Zeroes the tiles in which no query sees a key, by the 64 threads of two warps.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void ZeroForward(const Sm90ForwardArguments& a) {
+  using Config = Sm90Forward<kHeadDim>;
+  const AttentionProblem& p = a.problem;
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90Tile tile = TileAt<Config::kBlockM, Config::kBlockN>(a, index);
+    if (tile.end_block > 0) continue;
+    ZeroRows<T>(a.output, tile.batch, p.seq_q, p.heads, p.value_dim, tile.head, tile.first_row,
+                Config::kBlockM);
+    const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
+    const int last_row = min(tile.first_row + Config::kBlockM, int(p.seq_q));
+    for (int row = tile.first_row + threadIdx.x % 64; row < last_row; row += 64) {
+      a.lse[batch_head * p.seq_q + row] = p.sink ? p.sink[tile.head] : -INFINITY;
+    }
+  }
+}
+
 // Divides by the softmax's sum; rows that saw nothing become zero.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void FinishForward(const Sm90ForwardArguments& a, const Sm90Tile& tile,
@@ -172,6 +200,7 @@ __device__ __forceinline__ void FinishForward(const Sm90ForwardArguments& a, con
                                               float (&o)[kHeadDim / 2]) {
   const AttentionProblem& p = a.problem;
   const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
+  const float sink = p.sink ? p.sink[tile.head] : -INFINITY;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float total = softmax.sum[r];
@@ -179,10 +208,13 @@ __device__ __forceinline__ void FinishForward(const Sm90ForwardArguments& a, con
     total += __shfl_xor_sync(0xffffffff, total, 2);
     const int row = tile.first_row + row_in_tile + 8 * r;
     const bool empty = total == 0.0f || row >= tile.queries;
-    const float inverse = 1.0f / total;
+    float inverse = 1.0f / total, lse = softmax.maximum[r] * p.scale + logf(total);
+    if (p.sink) {
+      inverse /= 1.0f + expf(sink - lse);
+      lse = fmaxf(lse, sink) + log1pf(expf(-fabsf(lse - sink)));
+    }
     if (lane % 4 == 0 && row < p.seq_q) {
-      a.lse[batch_head * p.seq_q + row] =
-          empty ? -INFINITY : softmax.maximum[r] * p.scale + logf(total);
+      a.lse[batch_head * p.seq_q + row] = empty ? sink : lse;
     }
 #pragma unroll
     for (int i = 2 * r; i < kHeadDim / 2; i += 4) {
@@ -236,16 +268,6 @@ __device__ __forceinline__ void ConsumeForward(
     WgmmaCommit();
   };
   const int row_in_tile = 64 * consumer + 16 * warp + lane / 4;
-  const auto mask = [&](const Sm90Tile& tile, int j) {
-    if (j < max(tile.Limit(tile.first_row + 64 * consumer), 0) / kBlockN) return;  // seen by all
-    const int row = tile.first_row + row_in_tile;
-    const int limits[2] = {tile.Limit(row), tile.Limit(row + 8)};
-    const int column = j * kBlockN + lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kBlockN / 2; ++i) {
-      if (column + i / 4 * 8 + i % 2 >= limits[i / 2 % 2]) s[i] = -INFINITY;
-    }
-  };
   // Puts the output where the queries were, for StoreForward.
   const auto hand_over = [&](int query_stage) {
     WritePanels<T, kHeadDim>(
@@ -254,95 +276,106 @@ __device__ __forceinline__ void ConsumeForward(
     release(&shared.full_o[consumer]);
   };
 
-  // Whether V of block j holds NaN or Inf, where some row of the tile does not see all of it.
   constexpr int kConsumerThreads = 128 * Config::kConsumers;
-  const auto clear_values = [&](const Sm90Tile& tile, int j, int stage) {
-    if (j < max(tile.Limit(tile.first_row), 0) / kBlockN) return false;
-    return ClearNonFinite<kBlockN, kHeadDim, kConsumerThreads, true>(shared.v[stage],
-                                                                     shared.nearest, kBlockN);
-  };
-  const auto spread = [&](const Sm90Tile& tile, int j) {
-    SpreadNonFinite<kHeadDim, kConsumerThreads, true>(o, shared.nearest, [&](int r, int key) {
-      return j * kBlockN + key < tile.Limit(tile.first_row + row_in_tile + 8 * r);
-    });
-  };
-
-  // The next tile that sees a key; one that sees none is zeroed on the way.
-  TileSchedule schedule;
-  const auto next_tile = [&](Sm90Tile* tile) {
-    for (int index; (index = schedule.Next()) < a.tiles;) {
-      *tile = TileAt<kBlockM, kBlockN>(a, index);
-      if (tile->blocks > 0) return true;
-      const int first_row = tile->first_row + 64 * consumer;
-      ZeroRows<T>(a.output, tile->batch, p.seq_q, p.heads, p.value_dim, tile->head, first_row);
-      const int64_t batch_head = int64_t{tile->batch} * p.heads + tile->head;
-      const int row = first_row + int(threadIdx.x) % 128;
-      if (threadIdx.x % 128 < 64 && row < p.seq_q) {
-        a.lse[batch_head * p.seq_q + row] = -INFINITY;
-      }
-    }
-    return false;
-  };
 
   RingPosition at, query_at;
-  Sm90Tile tile = TileAt<kBlockM, kBlockN>(a, 0), next = tile;
-  for (bool more = next_tile(&tile); more;) {
+  for (;;) {
+    BarrierWait(&shared.full_q[query_at.stage], query_at.parity);
+    const Sm90Tile& tile = shared.tile[query_at.stage];
+    const int first_block = tile.first_block, end_block = tile.end_block;
+    if (end_block == 0) break;
+    // The keys that all rows of the tile see. In registers: `tile` is for the blocks beyond.
+    const int seen_from = tile.KeyBegin(tile.first_row + kBlockM - 1);
+    const int seen_to = tile.KeyEnd(tile.first_row);
+    const auto hides_some = [&](int j) {
+      return (j + 1) * kBlockN > seen_to || j * kBlockN < seen_from;
+    };
+    const auto mask = [&](int j) {
+      if (!hides_some(j)) return;
+      const int column = j * kBlockN + lane % 4 * 2;
+      const int row = tile.first_row + row_in_tile;
+      if ((j + 1) * kBlockN > tile.KeyEnd(tile.first_row + 64 * consumer)) {
+        const int ends[2] = {tile.KeyEnd(row), tile.KeyEnd(row + 8)};
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) {
+          if (column + i / 4 * 8 + i % 2 >= ends[i / 2 % 2]) s[i] = -INFINITY;
+        }
+      }
+      if (j * kBlockN < tile.KeyBegin(tile.first_row + 64 * consumer + 63)) {
+        const int begins[2] = {tile.KeyBegin(row), tile.KeyBegin(row + 8)};
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) {
+          if (column + i / 4 * 8 + i % 2 < begins[i / 2 % 2]) s[i] = -INFINITY;
+        }
+      }
+    };
+    // Whether V of block j holds NaN or Inf that some row of the tile does not see.
+    const auto clear_values = [&](int j, int stage) {
+      if (!hides_some(j)) return false;
+      return ClearNonFinite<kBlockN, kHeadDim, kConsumerThreads>(shared.v[stage], shared.not_finite,
+                                                                 tile.keys - j * kBlockN);
+    };
+    const auto spread = [&](int j) {
+      SpreadNonFinite<kBlockN, kHeadDim, kConsumerThreads, T>(
+          o, shared.not_finite, p.value, tile.batch, p.seq_k, p.kv_heads, p.value_dim,
+          tile.head / int(p.heads / p.kv_heads), j * kBlockN, kClearBarrier, [&](int r, int row) {
+            const int query = tile.first_row + row_in_tile + 8 * r, key = j * kBlockN + row;
+            return key >= tile.KeyBegin(query) && key < tile.KeyEnd(query);
+          });
+    };
     OnlineSoftmax softmax;
     float rescale[2];
-    BarrierWait(&shared.full_q[query_at.stage], query_at.parity);
     BarrierWait(&shared.full_k[at.stage], at.parity);
     WgmmaFence();
     scores(query_at.stage, at.stage);
     WgmmaWait<0>();
     Pin(s);
     release(&shared.empty_k[at.stage]);
-    mask(tile, tile.blocks - 1);
+    mask(end_block - 1);
     softmax.Step(s, scale_log2, rescale);
     PackOperand<T>(s, probabilities);
 #pragma unroll 1
-    for (int j = tile.blocks - 2; j >= 0; --j) {
+    for (int j = end_block - 2; j >= first_block; --j) {
       const RingPosition last = at;
       at.Advance<Config::kStages>();
       // Both waits come first: between the products they would make ptxas serialise them.
       BarrierWait(&shared.full_k[at.stage], at.parity);
       BarrierWait(&shared.full_v[last.stage], last.parity);
-      const bool cleared = clear_values(tile, j + 1, last.stage);
+      const bool cleared = clear_values(j + 1, last.stage);
       wait_turn();
       Pin(s);
       Pin(o);
       WgmmaFence();
       scores(query_at.stage, at.stage);
-      add_values(last.stage, j < tile.blocks - 2);
+      add_values(last.stage, j < end_block - 2);
       pass_turn();
       WgmmaWait<1>();
       Pin(s);
       release(&shared.empty_k[at.stage]);
-      mask(tile, j);
+      mask(j);
       softmax.Step(s, scale_log2, rescale);
       WgmmaWait<0>();
       Pin(o);
       release(&shared.empty_v[last.stage]);
-      if (cleared) spread(tile, j + 1);
+      if (cleared) spread(j + 1);
       PackOperand<T>(s, probabilities);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= rescale[i / 2 % 2];
     }
     BarrierWait(&shared.full_v[at.stage], at.parity);
-    const bool cleared = clear_values(tile, 0, at.stage);
+    const bool cleared = clear_values(first_block, at.stage);
     Pin(o);
     WgmmaFence();
-    add_values(at.stage, tile.blocks > 1);
-    more = next_tile(&next);  // here, for its divisions and loads take long
+    add_values(at.stage, end_block > first_block + 1);
     WgmmaWait<0>();
     Pin(o);
-    if (cleared) spread(tile, 0);
+    if (cleared) spread(first_block);
     release(&shared.empty_v[at.stage]);
     at.Advance<Config::kStages>();
 
     FinishForward<T, kHeadDim>(a, tile, row_in_tile, lane, softmax, o);
     hand_over(query_at.stage);
     query_at.Advance<Config::kQueryStages>();
-    tile = next;
   }
 }
 
@@ -357,7 +390,7 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
   using Config = Sm90Forward<kHeadDim>;
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
-  ForgetNonFinite<true>(shared.nearest);
+  ForgetRows(shared.not_finite);
   if (threadIdx.x == 0) {
     TmaPrefetchDescriptor(query_map);
     TmaPrefetchDescriptor(key_map);
@@ -384,6 +417,8 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
       ProduceForward<T, kHeadDim>(a, query_map, key_map, value_map, shared);
     } else if (threadIdx.x == 32) {
       StoreForward<T, kHeadDim>(a, output_map, shared);
+    } else if (threadIdx.x >= 64) {
+      ZeroForward<T, kHeadDim>(a);
     }
   } else {
     RegistersUp<Config::kConsumerRegisters>();

@@ -9,6 +9,7 @@ namespace tf_ops {
 struct Sm90BackwardArguments {
   AttentionProblem problem;
   const float *lse_log2, *delta;  // [batch, heads, padded_queries], the second after the first
+  const void* doutput;
   void *dquery, *dkey, *dvalue;
   int padded_queries;
   int row_blocks, tiles, heads_per_group;

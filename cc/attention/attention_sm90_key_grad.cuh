@@ -7,34 +7,56 @@
 namespace tf_ops {
 
 template <int kHeadDim>
+struct Sm90KeyValueGrad;
+
+// The work of one KeyValueGrad tile: keys of one key head, and the queries of each of its heads
+// that see some of them.
+struct Sm90KeyTile : Sm90HeadRows, Sm90Visibility {
+  int first_query, end_query;  // the first is a multiple of kQueries
+  int steps_per_head;          // 0 if no query sees a key
+  int seen_from, seen_to;      // the queries that see all keys
+
+  template <int kHeadDim>
+  static __device__ Sm90KeyTile At(const Sm90BackwardArguments& a, int index) {
+    using Config = Sm90KeyValueGrad<kHeadDim>;
+    const Sm90HeadRows rows(a, index, int(a.problem.kv_heads), Config::kKeys, false);
+    Sm90KeyTile tile{rows, Sm90Visibility(a.problem, rows.batch)};
+    const int last_row = tile.first_row + Config::kKeys - 1;
+    const int begin = tile.QueryBegin(tile.first_row);
+    tile.first_query = begin / Config::kQueries * Config::kQueries;
+    tile.end_query = tile.QueryEnd(min(last_row, tile.keys - 1));
+    const int queries = tile.first_row < tile.keys && begin < tile.end_query
+                            ? tile.end_query - tile.first_query
+                            : 0;
+    tile.steps_per_head = (queries + Config::kQueries - 1) / Config::kQueries;
+    tile.seen_from = tile.SeenFrom(last_row);
+    tile.seen_to = tile.QueryEnd(tile.first_row);
+    return tile;
+  }
+  // The first query to see all keys from the tile's first to this one.
+  __device__ int SeenFrom(int last_key) const {
+    return last_key < keys ? QueryBegin(last_key) : queries;
+  }
+};
+
+template <int kHeadDim>
 struct Sm90KeyValueGrad {
-  static constexpr int kKeys = 128, kQueries = 64, kStages = 2;
+  // The accumulators of 64 keys are two of 64 x kHeadDim: above 128, a warpgroup has room for one.
+  static constexpr bool kOneEach = kHeadDim > 128;
+  static constexpr int kKeys = kOneEach ? 64 : 128, kQueries = 64, kStages = 2;
   template <typename T>
   struct Shared {
     T k[kKeys * kHeadDim], v[kKeys * kHeadDim];
     T q[kStages][kQueries * kHeadDim], d_o[kStages][kQueries * kHeadDim];
     float lse[kStages][kQueries], delta[kStages][kQueries];
     uint64_t full_kv, empty_kv, full_out[2];
-    uint64_t full_q[kStages], full_do[kStages], empty[kStages];
-    int nearest_q[2][kHeadDim], nearest_do[2][kHeadDim];
+    uint64_t full_q[kStages], full_do[kStages],
+        empty_q[kStages];                                   // kOneEach: empty_q is of q alone
+    uint64_t empty_do[kStages], full_p[kStages];            // for kOneEach
+    uint32_t p[kOneEach ? kStages : 1][kQueries / 4][128];  // for kOneEach: probabilities
+    RowBits<kQueries> not_finite_q, not_finite_do;
+    Sm90KeyTile tile;  // without steps: there are no more
   };
-};
-
-// The work of one KeyValueGrad tile: its queries start at first_query, a multiple of 64.
-struct Sm90KeyTile : Sm90HeadRows, Sm90Visibility {
-  int first_query, steps_per_head;
-  template <int kHeadDim>
-  static __device__ Sm90KeyTile At(const Sm90BackwardArguments& a, int index) {
-    using Config = Sm90KeyValueGrad<kHeadDim>;
-    const Sm90HeadRows rows(a, index, int(a.problem.kv_heads), Config::kKeys, false);
-    Sm90KeyTile tile{rows, Sm90Visibility(a.problem, rows.batch)};
-    // Under causality the first key of the tile is seen from query key - diagonal + 1 on.
-    const int first = max(tile.first_row - tile.diagonal + 1, 0);
-    tile.first_query = first / Config::kQueries * Config::kQueries;
-    const int queries = tile.first_row < tile.keys ? tile.queries - tile.first_query : 0;
-    tile.steps_per_head = max(queries + Config::kQueries - 1, 0) / Config::kQueries;
-    return tile;
-  }
 };
 
 template <typename T, int kHeadDim>
@@ -52,6 +74,7 @@ __device__ __forceinline__ void ProduceKeyValueGrad(
     if (tile.steps_per_head == 0) continue;
     BarrierWait(&shared.empty_kv, tile_parity ^ 1);
     tile_parity ^= 1;
+    shared.tile = tile;
     BarrierExpectBytes(&shared.full_kv, sizeof shared.k + sizeof shared.v);
     LoadPanels<kHeadDim>(shared.k, Config::kKeys, key_map, &shared.full_kv, tile.head,
                          tile.first_row, tile.batch);
@@ -61,21 +84,31 @@ __device__ __forceinline__ void ProduceKeyValueGrad(
       const int row = tile.batch * int(a.problem.heads) + head;
       for (int step = 0; step < tile.steps_per_head; ++step) {
         const int query = tile.first_query + step * Config::kQueries;
-        BarrierWait(&shared.empty[at.stage], at.parity ^ 1);
+        const auto load_doutput = [&] {
+          BarrierExpectBytes(&shared.full_do[at.stage],
+                             sizeof shared.d_o[0] + sizeof shared.delta[0]);
+          LoadPanels<kHeadDim>(shared.d_o[at.stage], Config::kQueries, doutput_map,
+                               &shared.full_do[at.stage], head, query, tile.batch);
+          TmaLoad(shared.delta[at.stage], row_terms_map, &shared.full_do[at.stage], query,
+                  int(a.problem.batch * a.problem.heads) + row);
+        };
+        if constexpr (Config::kOneEach) {
+          BarrierWait(&shared.empty_do[at.stage], at.parity ^ 1);
+          load_doutput();
+        }
+        BarrierWait(&shared.empty_q[at.stage], at.parity ^ 1);
         BarrierExpectBytes(&shared.full_q[at.stage], sizeof shared.q[0] + sizeof shared.lse[0]);
         LoadPanels<kHeadDim>(shared.q[at.stage], Config::kQueries, query_map,
                              &shared.full_q[at.stage], head, query, tile.batch);
         TmaLoad(shared.lse[at.stage], row_terms_map, &shared.full_q[at.stage], query, row);
-        BarrierExpectBytes(&shared.full_do[at.stage],
-                           sizeof shared.d_o[0] + sizeof shared.delta[0]);
-        LoadPanels<kHeadDim>(shared.d_o[at.stage], Config::kQueries, doutput_map,
-                             &shared.full_do[at.stage], head, query, tile.batch);
-        TmaLoad(shared.delta[at.stage], row_terms_map, &shared.full_do[at.stage], query,
-                int(a.problem.batch * a.problem.heads) + row);
+        if constexpr (!Config::kOneEach) load_doutput();
         at.Advance<Config::kStages>();
       }
     }
   }
+  BarrierWait(&shared.empty_kv, tile_parity ^ 1);
+  shared.tile.steps_per_head = 0;
+  BarrierArrive(&shared.full_kv);
 }
 
 template <typename T, int kHeadDim>
@@ -91,6 +124,12 @@ __device__ __forceinline__ void StoreKeyValueGrad(
 #pragma unroll 1
     for (int consumer = 0; consumer < 2; ++consumer) {
       BarrierWait(&shared.full_out[consumer], parity);
+      if constexpr (Config::kOneEach) {  // Each result is where the other warpgroup's operand was.
+        StorePanels<kHeadDim>(consumer == 0 ? dvalue_map : dkey_map,
+                              consumer == 0 ? shared.k : shared.v, Config::kKeys, tile.head,
+                              tile.first_row, tile.batch);
+        continue;
+      }
       StorePanels<kHeadDim>(dkey_map, shared.k + consumer * 64 * kPanelCols, Config::kKeys,
                             tile.head, tile.first_row + consumer * 64, tile.batch);
       StorePanels<kHeadDim>(dvalue_map, shared.v + consumer * 64 * kPanelCols, Config::kKeys,
@@ -101,6 +140,22 @@ __device__ __forceinline__ void StoreKeyValueGrad(
     parity ^= 1;
   }
   TmaStoreWait();
+}
+
+// Zeroes the tiles whose keys no query sees, by the 64 threads of two warps.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void ZeroKeyValueGrad(const Sm90BackwardArguments& a) {
+  constexpr int kKeys = Sm90KeyValueGrad<kHeadDim>::kKeys;
+  const AttentionProblem& p = a.problem;
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim>(a, index);
+    if (tile.steps_per_head > 0) continue;
+    ZeroRows<T>(a.dkey, tile.batch, p.seq_k, p.kv_heads, p.head_dim, tile.head, tile.first_row,
+                kKeys);
+    ZeroRows<T>(a.dvalue, tile.batch, p.seq_k, p.kv_heads, p.value_dim, tile.head, tile.first_row,
+                kKeys);
+  }
 }
 
 template <typename T, int kHeadDim>
@@ -150,32 +205,17 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
 
   RingPosition at;
   uint32_t tile_parity = 0;
-  TileSchedule schedule;
-  for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim>(a, index);
-    if (tile.steps_per_head == 0) {
-      const int row = tile.first_row + 64 * consumer;
-      ZeroRows<T>(a.dkey, tile.batch, p.seq_k, p.kv_heads, p.head_dim, tile.head, row);
-      ZeroRows<T>(a.dvalue, tile.batch, p.seq_k, p.kv_heads, p.value_dim, tile.head, row);
-      continue;
-    }
-    // A thread's two keys are seen by the queries from first_visible on.
-    int first_visible[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = tile.first_row + row_in_tile + 8 * r;
-      first_visible[r] = key < tile.keys ? key - tile.diagonal + 1 : tile.queries;
-    }
-    // From this query on, all keys of a range are seen: the consumer's 64, the tile's 128.
-    const auto all_visible_from = [&](int last_key) {
-      return last_key < tile.keys ? last_key - tile.diagonal + 1 : tile.queries;
-    };
-    const int all_visible = all_visible_from(tile.first_row + 64 * consumer + 63);
-    const int tile_all_visible = all_visible_from(tile.first_row + Config::kKeys - 1);
-
+  for (;;) {
     BarrierWait(&shared.full_kv, tile_parity);
     tile_parity ^= 1;
+    const Sm90KeyTile& tile = shared.tile;
     const int steps = tile.steps_per_head * group_size;
+    if (steps == 0) break;
+    // In registers: `tile` is for steps in which some query does not see some key.
+    const int seen_from = tile.seen_from, seen_to = tile.seen_to, end_query = tile.end_query;
+    const auto sees = [&](int query, int key) {
+      return key < tile.keys && query >= tile.QueryBegin(key) && query < tile.QueryEnd(key);
+    };
     int query = tile.first_query;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -199,25 +239,33 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
           s[4 * g + 2 * r + 1] = Exp2(s[4 * g + 2 * r + 1] * scale_log2 - shift.y);
         }
       }
-      const bool masked = query < all_visible || query + Config::kQueries > tile.queries;
+      const bool hides_some = query < seen_from || query + Config::kQueries > seen_to;
+      // Not from the other consumer alone: one that does more falls behind, and then computes while
+      // the other multiplies.
+      const int first_key = tile.first_row + 64 * consumer;
+      const bool masked = hides_some && (query < tile.SeenFrom(first_key + 63) ||
+                                         query + Config::kQueries > tile.QueryEnd(first_key));
       if (masked) {
+        const int key = tile.first_row + row_in_tile;
+        const int begins[2] = {tile.SeenFrom(key), tile.SeenFrom(key + 8)};
+        const int ends[2] = {tile.QueryEnd(key), tile.QueryEnd(key + 8)};
 #pragma unroll
         for (int i = 0; i < Config::kQueries / 2; ++i) {
           const int column = query + i / 4 * 8 + lane % 4 * 2 + i % 2;
-          if (column < first_visible[i / 2 % 2] || column >= tile.queries) s[i] = 0.0f;
+          if (column < begins[i / 2 % 2] || column >= ends[i / 2 % 2]) s[i] = 0.0f;
         }
       }
       PackOperand<T>(s, p_operand);
       // Where some key is not seen by all queries, both operands of the next products are cleared
       // of NaN and Inf, once both consumers have read them.
       bool cleared_do = false, cleared_q = false;
-      if (query < tile_all_visible || query + Config::kQueries > tile.queries) {
+      if (hides_some) {
         WgmmaWait<0>();
-        NamedBarrierSync(8, 256);
-        cleared_do = ClearNonFinite<Config::kQueries, kHeadDim, 256, false>(
-            shared.d_o[at.stage], shared.nearest_do, tile.queries - query);
-        cleared_q = ClearNonFinite<Config::kQueries, kHeadDim, 256, false>(
-            shared.q[at.stage], shared.nearest_q, tile.queries - query);
+        NamedBarrierSync(kClearBarrier, 256);
+        cleared_do = ClearNonFinite<Config::kQueries, kHeadDim, 256>(
+            shared.d_o[at.stage], shared.not_finite_do, tile.queries - query);
+        cleared_q = ClearNonFinite<Config::kQueries, kHeadDim, 256>(
+            shared.q[at.stage], shared.not_finite_q, tile.queries - query);
       }
       Pin(dv);
       WgmmaFence();
@@ -247,15 +295,20 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
       WgmmaWait<0>();
       Pin(dk);
       Pin(dv);
-      const auto sees = [&](int r, int row) { return query + row >= first_visible[r]; };
-      if (cleared_do) SpreadNonFinite<kHeadDim, 256, false>(dv, shared.nearest_do, sees);
-      if (cleared_q) SpreadNonFinite<kHeadDim, 256, false>(dk, shared.nearest_q, sees);
-      release(&shared.empty[at.stage]);
+      const auto spread = [&](auto& d, auto& rows, const void* tensor, int64_t dim) {
+        SpreadNonFinite<Config::kQueries, kHeadDim, 256, T>(
+            d, rows, tensor, tile.batch, p.seq_q, p.heads, dim,
+            tile.head * group_size + step / tile.steps_per_head, query, kClearBarrier,
+            [&](int r, int row) {
+              return sees(query + row, tile.first_row + row_in_tile + 8 * r);
+            });
+      };
+      if (cleared_do) spread(dv, shared.not_finite_do, a.doutput, p.value_dim);
+      if (cleared_q) spread(dk, shared.not_finite_q, p.query, p.head_dim);
+      release(&shared.empty_q[at.stage]);
       at.Advance<Config::kStages>();
       query += Config::kQueries;
-      if (query >= tile.first_query + tile.steps_per_head * Config::kQueries) {
-        query = tile.first_query;  // of the next head
-      }
+      if (query >= end_query) query = tile.first_query;  // of the next head
     }
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= p.scale;
@@ -265,49 +318,6 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
                              kKeyPanel, lane);
     release(&shared.full_out[consumer]);
   }
-}
-
-template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kSm90BackwardThreads, 1)
-    KeyValueGradSm90Kernel(const __grid_constant__ Sm90BackwardArguments a,
-                           const __grid_constant__ CUtensorMap query_map,
-                           const __grid_constant__ CUtensorMap key_map,
-                           const __grid_constant__ CUtensorMap value_map,
-                           const __grid_constant__ CUtensorMap doutput_map,
-                           const __grid_constant__ CUtensorMap row_terms_map,
-                           const __grid_constant__ CUtensorMap dkey_map,
-                           const __grid_constant__ CUtensorMap dvalue_map) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Config = Sm90KeyValueGrad<kHeadDim>;
-  extern __shared__ __align__(1024) char memory[];
-  auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
-  ForgetNonFinite<false>(shared.nearest_q);
-  ForgetNonFinite<false>(shared.nearest_do);
-  if (threadIdx.x == 0) {
-    BarrierInit(&shared.full_kv, 1);
-    BarrierInit(&shared.empty_kv, 1);
-    for (int i = 0; i < 2; ++i) BarrierInit(&shared.full_out[i], 4);
-    for (int i = 0; i < Config::kStages; ++i) {
-      BarrierInit(&shared.full_q[i], 1);
-      BarrierInit(&shared.full_do[i], 1);
-      BarrierInit(&shared.empty[i], 8);
-    }
-    FenceBarrierInit();
-  }
-  __syncthreads();
-  if (threadIdx.x < 128) {
-    RegistersDown<kHeadDim <= 64 ? 40 : 24>();
-    if (threadIdx.x == 0) {
-      ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, row_terms_map,
-                                       shared);
-    } else if (threadIdx.x == 32) {
-      StoreKeyValueGrad<T, kHeadDim>(a, dkey_map, dvalue_map, shared);
-    }
-  } else {
-    RegistersUp<kHeadDim <= 64 ? 232 : 240>();
-    ConsumeKeyValueGrad<T, kHeadDim>(a, shared);
-  }
-#endif
 }
 
 }  // namespace tf_ops

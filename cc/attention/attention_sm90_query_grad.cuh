@@ -7,31 +7,44 @@
 namespace tf_ops {
 
 template <int kHeadDim>
-struct Sm90QueryGrad {
-  static constexpr int kQueries = 128, kStages = 2;
-  static constexpr int kKeys = kHeadDim <= 64 ? 128 : 96;  // registers
-  template <typename T>
-  struct Shared {
-    T q[kQueries * kHeadDim], d_o[kQueries * kHeadDim];
-    T k[kStages][kKeys * kHeadDim], v[kStages][kKeys * kHeadDim];
-    uint64_t full_q, empty_q, full_out[2];
-    uint64_t full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
-    int nearest[2][kHeadDim];
-  };
-};
+struct Sm90QueryGrad;
 
 struct Sm90QueryTile : Sm90HeadRows, Sm90Visibility {
-  int blocks;
+  int first_block, end_block;  // key blocks that some query sees; end_block is 0 if there are none
+
   template <int kHeadDim>
   static __device__ Sm90QueryTile At(const Sm90BackwardArguments& a, int index) {
     using Config = Sm90QueryGrad<kHeadDim>;
     const Sm90HeadRows rows(a, index, int(a.problem.heads), Config::kQueries, true);
     Sm90QueryTile tile{rows, Sm90Visibility(a.problem, rows.batch)};
     const int last_row = min(tile.first_row + Config::kQueries, tile.queries) - 1;
-    const int seen = last_row < tile.first_row ? 0 : max(tile.Limit(last_row), 0);
-    tile.blocks = (seen + Config::kKeys - 1) / Config::kKeys;
+    const int begin = tile.KeyBegin(tile.first_row), end = tile.KeyEnd(last_row);
+    tile.first_block = begin / Config::kKeys;
+    tile.end_block =
+        last_row < tile.first_row || end <= begin ? 0 : (end + Config::kKeys - 1) / Config::kKeys;
     return tile;
   }
+  // The end of the keys that all queries from this one to the last see.
+  __device__ int SeenTo(int first_query, int last_query) const {
+    return last_query < queries ? KeyEnd(first_query) : 0;
+  }
+};
+
+template <int kHeadDim>
+struct Sm90QueryGrad {
+  static constexpr int kQueries = 128, kStages = 2;
+  static constexpr int kKeys = kHeadDim <= 64    ? 128
+                               : kHeadDim <= 128 ? 96   // registers
+                                                 : 48;  // shared memory
+  template <typename T>
+  struct Shared {
+    T q[kQueries * kHeadDim], d_o[kQueries * kHeadDim];
+    T k[kStages][kKeys * kHeadDim], v[kStages][kKeys * kHeadDim];
+    uint64_t full_q, empty_q, full_out[2];
+    uint64_t full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
+    RowBits<kKeys> not_finite;
+    Sm90QueryTile tile;  // without keys: there are no more
+  };
 };
 
 template <typename T, int kHeadDim>
@@ -46,16 +59,17 @@ __device__ __forceinline__ void ProduceQueryGrad(
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
     const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
-    if (tile.blocks == 0) continue;
+    if (tile.end_block == 0) continue;
     const int kv_head = tile.head / group_size;
     BarrierWait(&shared.empty_q, tile_parity ^ 1);
     tile_parity ^= 1;
+    shared.tile = tile;
     BarrierExpectBytes(&shared.full_q, sizeof shared.q + sizeof shared.d_o);
     LoadPanels<kHeadDim>(shared.q, Config::kQueries, query_map, &shared.full_q, tile.head,
                          tile.first_row, tile.batch);
     LoadPanels<kHeadDim>(shared.d_o, Config::kQueries, doutput_map, &shared.full_q, tile.head,
                          tile.first_row, tile.batch);
-    for (int j = tile.blocks - 1; j >= 0; --j) {
+    for (int j = tile.end_block - 1; j >= tile.first_block; --j) {
       BarrierWait(&shared.empty_k[at.stage], at.parity ^ 1);
       BarrierExpectBytes(&shared.full_k[at.stage], sizeof shared.k[0]);
       LoadPanels<kHeadDim>(shared.k[at.stage], Config::kKeys, key_map, &shared.full_k[at.stage],
@@ -67,6 +81,9 @@ __device__ __forceinline__ void ProduceQueryGrad(
       at.Advance<Config::kStages>();
     }
   }
+  BarrierWait(&shared.empty_q, tile_parity ^ 1);
+  shared.tile.end_block = 0;
+  BarrierArrive(&shared.full_q);
 }
 
 template <typename T, int kHeadDim>
@@ -78,7 +95,7 @@ __device__ __forceinline__ void StoreQueryGrad(
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
     const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
-    if (tile.blocks == 0) continue;
+    if (tile.end_block == 0) continue;
 #pragma unroll 1
     for (int consumer = 0; consumer < 2; ++consumer) {
       BarrierWait(&shared.full_out[consumer], parity);
@@ -90,6 +107,19 @@ __device__ __forceinline__ void StoreQueryGrad(
     parity ^= 1;
   }
   TmaStoreWait();
+}
+
+// Zeroes the tiles in which no query sees a key, by the 64 threads of two warps.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void ZeroQueryGrad(const Sm90BackwardArguments& a) {
+  const AttentionProblem& p = a.problem;
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
+    if (tile.end_block > 0) continue;
+    ZeroRows<T>(a.dquery, tile.batch, p.seq_q, p.heads, p.head_dim, tile.head, tile.first_row,
+                Sm90QueryGrad<kHeadDim>::kQueries);
+  }
 }
 
 template <typename T, int kHeadDim>
@@ -126,36 +156,26 @@ __device__ __forceinline__ void ConsumeQueryGrad(
 
   RingPosition at;
   uint32_t tile_parity = 0;
-  TileSchedule schedule;
-  for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
+  for (;;) {
+    BarrierWait(&shared.full_q, tile_parity);
+    tile_parity ^= 1;
+    const Sm90QueryTile& tile = shared.tile;
+    const int first_block = tile.first_block, end_block = tile.end_block;
+    if (end_block == 0) break;
     const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
-    if (tile.blocks == 0) {
-      const int row = tile.first_row + 64 * consumer;
-      ZeroRows<T>(a.dquery, tile.batch, p.seq_q, p.heads, p.head_dim, tile.head, row);
-      continue;
-    }
     float lse[2], delta[2];
-    int limit[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = tile.first_row + row_in_tile + 8 * r;
       lse[r] = a.lse_log2[batch_head * a.padded_queries + row];
       delta[r] = a.delta[batch_head * a.padded_queries + row];
-      limit[r] = row < tile.queries ? tile.Limit(row) : 0;
     }
-    // Key blocks that all of a range of rows see: the consumer's 64, the tile's 128.
-    const auto seen_by_all = [&](int first, int last) {
-      return last < tile.queries ? max(tile.Limit(first), 0) / Config::kKeys : 0;
-    };
-    const int first_row = tile.first_row + 64 * consumer;
-    const int full_blocks = seen_by_all(first_row, first_row + 63);
-    const int tile_full_blocks = seen_by_all(tile.first_row, tile.first_row + 127);
+    // The keys that all queries see. In registers: `tile` is for the blocks beyond.
+    const int last_row = tile.first_row + Config::kQueries - 1;
+    const int seen_from = tile.KeyBegin(last_row), seen_to = tile.SeenTo(tile.first_row, last_row);
 
-    BarrierWait(&shared.full_q, tile_parity);
-    tile_parity ^= 1;
 #pragma unroll 1
-    for (int j = tile.blocks - 1; j >= 0; --j) {
+    for (int j = end_block - 1; j >= first_block; --j) {
       BarrierWait(&shared.full_k[at.stage], at.parity);
       BarrierWait(&shared.full_v[at.stage], at.parity);
       Pin(s);
@@ -169,12 +189,21 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       for (int i = 0; i < Config::kKeys / 2; ++i) {
         s[i] = Exp2(s[i] * scale_log2 - lse[i / 2 % 2]);
       }
-      const bool masked = j >= full_blocks;
+      const bool hides_some = (j + 1) * Config::kKeys > seen_to || j * Config::kKeys < seen_from;
+      // Not from the other consumer alone: one that does more falls behind, and then computes while
+      // the other multiplies.
+      const int first_row = tile.first_row + 64 * consumer;
+      const bool masked =
+          hides_some && ((j + 1) * Config::kKeys > tile.SeenTo(first_row, first_row + 63) ||
+                         j * Config::kKeys < tile.KeyBegin(first_row + 63));
       if (masked) {
+        const int row = tile.first_row + row_in_tile;
+        const int begins[2] = {tile.KeyBegin(row), tile.KeyBegin(row + 8)};
+        const int ends[2] = {tile.SeenTo(row, row), tile.SeenTo(row + 8, row + 8)};
 #pragma unroll
         for (int i = 0; i < Config::kKeys / 2; ++i) {
           const int column = j * Config::kKeys + i / 4 * 8 + lane % 4 * 2 + i % 2;
-          if (column >= limit[i / 2 % 2]) s[i] = 0.0f;
+          if (column < begins[i / 2 % 2] || column >= ends[i / 2 % 2]) s[i] = 0.0f;
         }
       }
       WgmmaWait<0>();
@@ -191,10 +220,10 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       }
       PackOperand<T>(dp, ds_operand);
       bool cleared = false;
-      if (j >= tile_full_blocks) {
-        NamedBarrierSync(8, 256);  // both consumers have their scores
-        cleared = ClearNonFinite<Config::kKeys, kHeadDim, 256, true>(shared.k[at.stage],
-                                                                     shared.nearest, Config::kKeys);
+      if (hides_some) {
+        NamedBarrierSync(kClearBarrier, 256);  // both consumers have their scores
+        cleared = ClearNonFinite<Config::kKeys, kHeadDim, 256>(
+            shared.k[at.stage], shared.not_finite, tile.keys - j * Config::kKeys);
       }
       Pin(dq);
       WgmmaFence();
@@ -202,14 +231,20 @@ __device__ __forceinline__ void ConsumeQueryGrad(
 #pragma unroll
       for (int step = 0; step < Config::kKeys / 16; ++step) {
         Wgmma<T, true>(dq, ds_operand[step], key_rows + step * kStepMnMajor,
-                       j < tile.blocks - 1 || step > 0);
+                       j < end_block - 1 || step > 0);
       }
       WgmmaCommit();
       WgmmaWait<0>();
       Pin(dq);
       if (cleared) {
-        SpreadNonFinite<kHeadDim, 256, true>(
-            dq, shared.nearest, [&](int r, int key) { return j * Config::kKeys + key < limit[r]; });
+        SpreadNonFinite<Config::kKeys, kHeadDim, 256, T>(
+            dq, shared.not_finite, p.key, tile.batch, p.seq_k, p.kv_heads, p.head_dim,
+            tile.head / int(p.heads / p.kv_heads), j * Config::kKeys, kClearBarrier,
+            [&](int r, int key_row) {
+              const int row = tile.first_row + row_in_tile + 8 * r;
+              const int key = j * Config::kKeys + key_row;
+              return key >= tile.KeyBegin(row) && key < tile.SeenTo(row, row);
+            });
       }
       release(&shared.empty_k[at.stage]);
       at.Advance<Config::kStages>();
@@ -234,7 +269,7 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
   using Config = Sm90QueryGrad<kHeadDim>;
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<typename Config::template Shared<T>*>(memory);
-  ForgetNonFinite<true>(shared.nearest);
+  ForgetRows(shared.not_finite);
   if (threadIdx.x == 0) {
     BarrierInit(&shared.full_q, 1);
     BarrierInit(&shared.empty_q, 1);
@@ -254,6 +289,8 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
       ProduceQueryGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, shared);
     } else if (threadIdx.x == 32) {
       StoreQueryGrad<T, kHeadDim>(a, dquery_map, shared);
+    } else if (threadIdx.x >= 64) {
+      ZeroQueryGrad<T, kHeadDim>(a);
     }
   } else {
     RegistersUp<232>();

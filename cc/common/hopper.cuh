@@ -164,6 +164,10 @@ constexpr uint64_t kStepMnMajor = 16 * kPanelRowBytes / 16;
 #define TF_OPS_D40(i) \
   TF_OPS_D8(i), TF_OPS_D8(i + 8), TF_OPS_D8(i + 16), TF_OPS_D8(i + 24), TF_OPS_D8(i + 32)
 #define TF_OPS_D32(i) TF_OPS_D8(i), TF_OPS_D8(i + 8), TF_OPS_D8(i + 16), TF_OPS_D8(i + 24)
+#define TF_OPS_LIST48                                                      \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23"
+#define TF_OPS_OUT48 TF_OPS_D8(0), TF_OPS_D8(8), TF_OPS_D8(16)
 #define TF_OPS_LIST64                                                      \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -204,6 +208,16 @@ constexpr uint64_t kStepMnMajor = 16 * kPanelRowBytes / 16;
 
 // d += A B, or d = A B unless `accumulate`. T is half or bf16. A is K-major in shared memory,
 // or in registers; B is K-major, or MN-major where kTransposedB.
+template <typename T, bool kTransposedB>
+__device__ __forceinline__ void Wgmma(float (&d)[24], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    TF_OPS_WGMMA(48, "bf16", "%24", "25", "0, %27", "26", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
+  } else {
+    TF_OPS_WGMMA(48, "f16", "%24", "25", "0, %27", "26", "l"(a), "l"(b), "r"(int(accumulate)),
+                 "n"(int(kTransposedB)));
+  }
+}
 template <typename T, bool kTransposedB>
 __device__ __forceinline__ void Wgmma(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
@@ -315,6 +329,8 @@ __device__ __forceinline__ void Wgmma(float (&d)[128], const uint32_t (&a)[4], u
 #undef TF_OPS_D8
 #undef TF_OPS_D32
 #undef TF_OPS_D40
+#undef TF_OPS_LIST48
+#undef TF_OPS_OUT48
 #undef TF_OPS_LIST64
 #undef TF_OPS_OUT64
 #undef TF_OPS_LIST80

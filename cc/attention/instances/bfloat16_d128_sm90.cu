@@ -5,8 +5,7 @@
 namespace tf_ops {
 
 template Status AttentionForwardSm90<bf16, 128>(Gpu, const AttentionProblem&, bf16*, float*);
-template Status AttentionBackwardSm90<bf16, 128>(Gpu, const AttentionProblem&, const bf16*,
-                                                 const bf16*, const float*, const float*, bf16*,
-                                                 bf16*, bf16*, float*);
+template Status AttentionBackwardSm90<bf16, 128>(Gpu, const AttentionProblem&,
+                                                 const AttentionGradients&);
 
 }  // namespace tf_ops

@@ -5,8 +5,7 @@
 namespace tf_ops {
 
 template Status AttentionForwardSm90<half, 64>(Gpu, const AttentionProblem&, half*, float*);
-template Status AttentionBackwardSm90<half, 64>(Gpu, const AttentionProblem&, const half*,
-                                                const half*, const float*, const float*, half*,
-                                                half*, half*, float*);
+template Status AttentionBackwardSm90<half, 64>(Gpu, const AttentionProblem&,
+                                                const AttentionGradients&);
 
 }  // namespace tf_ops
