@@ -7,14 +7,16 @@ namespace tf_ops {
 namespace {
 
 // kRows rows at a time per block, kThreads threads to a row, which they hold in registers: it is
-// read from memory once, all of its loads in flight together.
+// read from memory once, all of its loads in flight together. Of registers each thread may have
+// what lets 1024 run on a multiprocessor, so that blocks load while others wait for their sums.
 template <typename T, bool kFloatWeights, bool kMean, int kVec, int kThreads, int kChunks,
           int kRows>
-__global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(NormalizationProblem p) {
+__global__ void __launch_bounds__(kThreads* kRows, 1024 / (kThreads * kRows))
+    NormalizationKernel(NormalizationProblem p) {
   using Vector = Raw<T, kVec>;
   __shared__ WarpSums<1> warps;
   int half = 0;
-  // Weights that are left out are zeros: without branches the loads of all are in flight together.
+  // Weights that are left out are zeros.
   const float scale_offset = p.scale ? p.scale_offset : 1.0f;
   const int lane = threadIdx.x % kThreads;
   const float cols = p.cols;
@@ -25,32 +27,30 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
     const int64_t row = first + threadIdx.x / kThreads;
     const int64_t vectors = row < p.rows ? p.cols / kVec : 0, base = row * vectors;
 
-    // What lies beyond the row is zeros, without branches, which would part the loads.
-    bool valid[kChunks];
     Vector x[kChunks];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int64_t v = lane + c * kThreads;
-      valid[c] = v < vectors;
-      x[c] = valid[c] ? __ldcg(static_cast<const Vector*>(p.x) + base + v) : Vector{};
+      if (v < vectors) x[c] = __ldcg(static_cast<const Vector*>(p.x) + base + v);
     }
     if (p.residual) {
       Vector residual[kChunks];
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         const int64_t v = lane + c * kThreads;
-        residual[c] =
-            valid[c] ? __ldcg(static_cast<const Vector*>(p.residual) + base + v) : Vector{};
+        if (v < vectors) residual[c] = __ldcg(static_cast<const Vector*>(p.residual) + base + v);
       }
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
+        const int64_t v = lane + c * kThreads;
+        if (v >= vectors) continue;
         float a[kVec], b[kVec];
         Unpack<T, kVec>(x[c], a);
         Unpack<T, kVec>(residual[c], b);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) a[i] += b[i];
         x[c] = Pack<T, kVec>(a);
-        if (valid[c]) static_cast<Vector*>(p.s)[base + lane + c * kThreads] = x[c];
+        static_cast<Vector*>(p.s)[base + v] = x[c];
       }
     }
 
@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
       float sum[1] = {0.0f};
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
+        if (lane + c * kThreads >= vectors) continue;
         float a[kVec];
         Unpack<T, kVec>(x[c], a);
 #pragma unroll
@@ -70,11 +71,11 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
     float squares[1] = {0.0f};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      float a[kVec], sum = 0.0f;
+      if (lane + c * kThreads >= vectors) continue;
+      float a[kVec];
       Unpack<T, kVec>(x[c], a);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) sum += (a[i] - mean) * (a[i] - mean);
-      squares[0] += valid[c] ? sum : 0.0f;
+      for (int i = 0; i < kVec; ++i) squares[0] += (a[i] - mean) * (a[i] - mean);
     }
     SumOverRow<kThreads>(squares, warps, half);
     const float rstd = rsqrtf(squares[0] / cols + p.epsilon);
@@ -84,33 +85,20 @@ __global__ void __launch_bounds__(kThreads* kRows) NormalizationKernel(Normaliza
     }
 
     const int64_t weight = GroupOf(p, row) * vectors;
-    Vector scale[kChunks] = {}, beta[kChunks] = {};
-    if constexpr (!kFloatWeights) {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int64_t v = weight + lane + c * kThreads;
-        if (valid[c] && p.scale) scale[c] = __ldg(static_cast<const Vector*>(p.scale) + v);
-        if (kMean && valid[c] && p.beta) beta[c] = __ldg(static_cast<const Vector*>(p.beta) + v);
-      }
-    }
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int64_t v = lane + c * kThreads;
-      float a[kVec], w[kVec] = {}, b[kVec] = {};
+      if (v >= vectors) continue;
+      float a[kVec], scale[kVec] = {}, beta[kVec] = {};
       Unpack<T, kVec>(x[c], a);
-      if constexpr (!kFloatWeights) {
-        Unpack<T, kVec>(scale[c], w);
-        Unpack<T, kVec>(beta[c], b);
-      } else {
-        if (valid[c] && p.scale) LoadWeights<T, kVec>(p.scale, true, weight + v, w);
-        if (kMean && valid[c] && p.beta) LoadWeights<T, kVec>(p.beta, true, weight + v, b);
-      }
+      if (p.scale) LoadWeights<T, kVec>(p.scale, kFloatWeights, weight + v, scale);
+      if (kMean && p.beta) LoadWeights<T, kVec>(p.beta, kFloatWeights, weight + v, beta);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        a[i] = (a[i] - mean) * rstd * (w[i] + scale_offset);
-        if constexpr (kMean) a[i] += b[i];
+        a[i] = (a[i] - mean) * rstd * (scale[i] + scale_offset);
+        if constexpr (kMean) a[i] += beta[i];
       }
-      if (valid[c]) static_cast<Vector*>(p.y)[base + v] = Pack<T, kVec>(a);
+      static_cast<Vector*>(p.y)[base + v] = Pack<T, kVec>(a);
     }
   }
 }
