@@ -29,7 +29,8 @@ def draw_ratios(table, path):
         points = [(table.ratio(case, contender), y + shift) for y, case in enumerate(cases)]
         points = [point for point in points if point[0]]
         color = COLORS[i % len(COLORS)]
-        axis.scatter(*zip(*points), s=26, color=color, label=contender, zorder=3)
+        if points:
+            axis.scatter(*zip(*points), s=26, color=color, label=contender, zorder=3)
     axis.set_xscale("log")
     low, high = axis.get_xlim()
     ticks = [t for t in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24) if low <= t <= high]
@@ -126,7 +127,8 @@ def draw_rowwise():
 
 def main():
     draw_attention()
-    draw_rowwise()
+    if all((RESULTS / f"{file}_h200.json").exists() for file, _ in ROWWISE.values()):
+        draw_rowwise()
 
 
 if __name__ == "__main__":

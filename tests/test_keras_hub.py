@@ -89,7 +89,8 @@ def test_numbers_and_coverage(architectures, name, policy):
     assert served(name)
     report.undo()
     for x, y in zip(tf.nest.flatten(run(a.model)), tf.nest.flatten(stock)):
-        np.testing.assert_array_equal(x, y)
+        # Stock sums of a GPU differ from run to run.
+        np.testing.assert_allclose(error(x, y), 0, atol=1e-5 * np.abs(y).max())
     assert tf_ops.coverage() == {}
 
     with tf_ops.enable():
