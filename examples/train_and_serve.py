@@ -36,7 +36,7 @@ import tf_ops
 
 PRESETS = {
     "cpu": {"policy": "float32", "layers": 4, "d_model": 128, "heads": 4, "kv_heads": 2,
-            "seq": 512, "batch": 8, "steps": 200, "learning_rate": 6e-3},
+            "seq": 512, "batch": 8, "steps": 200, "learning_rate": 3e-3},
     "gpu": {"policy": "mixed_bfloat16", "layers": 8, "d_model": 1024, "heads": 16, "kv_heads": 4,
             "seq": 2048, "batch": 8, "steps": 200, "learning_rate": 1e-3},
 }  # fmt: skip
