@@ -72,9 +72,13 @@ def excerpt_gaps(path, code):
 
 
 def shell_gaps(code):
+    parses = subprocess.run(["bash", "-n"], input=code, text=True).returncode == 0
+    return command_gaps(code) + ([] if parses else ["bash does not parse it"])
+
+
+def command_gaps(code):
+    """Targets of make, commands of tf_ops and files that are named and not there."""
     gaps = []
-    if subprocess.run(["bash", "-n"], input=code, text=True).returncode:
-        gaps.append("bash does not parse it")
     code = re.sub(r"(?:^|\s)#.*", "", code)
     for arguments in re.findall(r"(?:^|[;&|] *)make\b([^;&|\n]*)", code, re.M):
         words = re.sub(r"-C \S+", "", re.sub(r"'[^']*'|\"[^\"]*\"", "", arguments)).split()
@@ -123,6 +127,35 @@ def test_blocks(page):
     assert not gaps, "\n".join(gaps)
     fences = re.findall(r"^ *```", PAGES[page], re.M)
     assert len(fences) == 2 * len(list(blocks(PAGES[page]))), "a fence is not closed"
+
+
+SOURCES = "".join(
+    path.read_text()
+    for folder in ("cc", "tf_ops")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".h", ".cc", ".cu", ".cuh", ".mk", ".py")
+)
+
+
+def span_gaps(text):
+    """Of `code` within a line: commands, names and variables of ours that are not there."""
+    gaps = []
+    for span in re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
+        if re.match(r"make [a-z]", span) or "-m tf_ops " in span:
+            gaps += command_gaps(span)
+        for path in re.findall(r"^tf_ops((?:\.[A-Za-z]\w*)+)", span):
+            owner = tf_ops
+            for name in path[1:].split("."):
+                owner = getattr(owner, name, None)
+            gaps += [] if owner is not None else [f"there is no tf_ops{path}"]
+        for variable in re.findall(r"\bTF_OPS_[A-Z_]+\b", span):
+            gaps += [] if variable in SOURCES else [f"nothing reads {variable}"]
+    return gaps
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_spans(page):
+    assert not (gaps := span_gaps(PAGES[page])), f"{page}: {gaps}"
 
 
 RUN = {
@@ -243,6 +276,11 @@ def test_steps_table_is_that_of_the_measurement():
         (block_gaps("cuda", "skip", "int x;"), "unknown mark"),
         (block_gaps("", None, "make test"), "has a language"),
         (block_gaps("rust", None, ""), "unknown language"),
+        (span_gaps("`make tset`"), "no target tset"),
+        (span_gaps("`python -m tf_ops inform`"), "no command inform"),
+        (span_gaps("`tf_ops.layers.None1()`"), "no tf_ops.layers.None1"),
+        (span_gaps("`TF_OPS_NONE=1`"), "nothing reads TF_OPS_NONE"),
+        (span_gaps("`make test`, `tf_ops.rms_normalization(x)`, `TF_OPS_ISA=avx2`"), None),
         (link_gaps("README.md", "[a](docs/none.md)"), "leads nowhere"),
         (link_gaps("README.md", "[a](docs/design.md#none)"), "no such heading"),
         (link_gaps("README.md", "[a](docs/index.md) `[a](none)`"), None),
