@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks import report
-from benchmarks.tables import tables
+from benchmarks.tables import RESULTS, tables
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,40 @@ def test_pictures_are_there():
     titles = re.findall(r"^## (.*)", text, re.M)
     anchors = {re.sub("[^a-z0-9-]", "", title.lower().replace(" ", "-")) for title in titles}
     assert links and set(links) == anchors
+
+
+def readme_lines():
+    """Lines of the README's tables, made of the results; all cells but the first."""
+    read = lambda name: json.loads((RESULTS / f"{name}.json").read_text())
+    rates = {
+        (row["head_dim"], row["pass"], row["causal"]): row["tflops"]
+        for row in read("attention_h200")["attention"]
+        if row["seq"] == 4096
+    }
+    for dim in (64, 128, 256):
+        cases = [rates[dim, way, causal] for way in ("forward", "backward") for causal in (0, 1)]
+        yield [f"{rate['tf_ops']:.0f}" for rate in cases]
+        yield [f"{rate['cudnn']:.0f} / {rate['flash']:.0f}" for rate in cases]
+
+    for name, forward, gradients in (
+        ("attention", "1x2048x8/8x64 float32", "1x2048x8/8x64 float32 gradients"),
+        ("attention", "1x2048x8/8x64 float32 causal", "1x2048x8/8x64 float32 causal gradients"),
+        ("normalization", "rms float32 4096x1024", "rms float32 4096x1024 with gradients"),
+        ("normalization", "layer float32 4096x1024", "layer float32 4096x1024 with gradients"),
+        ("cross_entropy", "1024x32000 float32 forward", "1024x32000 float32 with gradient"),
+    ):
+        rows = read(f"{name}_cpu")["rows"]
+        ratio = {(row["case"], row["contender"]): row["ratio"] for row in rows}
+        yield [
+            f"{ratio[case, 'stock']:.1f} / {ratio[case, 'stock xla']:.1f}"
+            for case in (forward, gradients)
+        ]
+
+
+def test_figures_of_the_readme_are_of_the_committed_results():
+    text = (report.PAGE.parents[1] / "README.md").read_text()
+    lines = [f" | {' | '.join(cells)} |\n" for cells in readme_lines()]
+    assert not [line for line in lines if line not in text]
 
 
 BENCH = dict(zip(["TFLOP/s", "GB/s", "share"], [0.0, 1.0, 0.5]))
