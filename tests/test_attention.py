@@ -1197,7 +1197,7 @@ def test_which_kernels_serve(changes, kernels, why):
 
 
 def test_info_attention(monkeypatch, capsys):
-    arguments = "info attention --sm 90 --head-dim 128 --seq 4096 --window 1024 0 --dropout"
+    arguments = "info attention --sm 90 --head-dim 128 --seq 4096 --dropout"
     monkeypatch.setattr("sys.argv", ["tf_ops", *arguments.split()])
     tf_ops.__main__.main()
     lines = capsys.readouterr().out.splitlines()[-2:]

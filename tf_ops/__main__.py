@@ -117,7 +117,11 @@ def main():
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("info", help=info.__doc__)
     command.set_defaults(run=info)
-    command = command.add_subparsers().add_parser("attention", help=info_attention.__doc__)
+    command = command.add_subparsers().add_parser(
+        "attention",
+        help=info_attention.__doc__,
+        epilog="Causal masks, windows, lengths and sinks change nothing.",
+    )
     command.set_defaults(run=info_attention)
     dtypes = ["bfloat16", "float16", "float32"]
     command.add_argument("--dtype", choices=dtypes, default=dtypes[0])
@@ -132,9 +136,8 @@ def main():
         ("sm", None, "compute capability, such as 90; default: this GPU's"),
     ):
         command.add_argument(f"--{name}", type=int, default=default, help=text)
-    for name in ("bias", "mask", "soft-cap", "dropout", "causal", "sink"):
+    for name in ("bias", "mask", "soft-cap", "dropout"):
         command.add_argument(f"--{name}", action="store_true")
-    command.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"))
     command = commands.add_parser("bench", help=bench.__doc__)
     command.set_defaults(run=bench)
     command.add_argument("names", nargs="*", metavar="OP", help="a family; all by default")
