@@ -158,6 +158,20 @@ __device__ __forceinline__ void ZeroKeyValueGrad(const Sm90BackwardArguments& a)
   }
 }
 
+// Zeroes what a lane holds of S^T where a query does not see a key. The keys are this one and the
+// eighth after it, the queries begin with the step's.
+template <int kCount>
+__device__ __forceinline__ void ClearUnseen(float (&s)[kCount], const Sm90KeyTile& tile, int key,
+                                            int query, int lane) {
+  const int begins[2] = {tile.SeenFrom(key), tile.SeenFrom(key + 8)};
+  const int ends[2] = {tile.QueryEnd(key), tile.QueryEnd(key + 8)};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int column = query + i / 4 * 8 + lane % 4 * 2 + i % 2;
+    if (column < begins[i / 2 % 2] || column >= ends[i / 2 % 2]) s[i] = 0.0f;
+  }
+}
+
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void ConsumeKeyValueGrad(
     const Sm90BackwardArguments& a,
@@ -246,14 +260,7 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
       const bool masked = hides_some && (query < tile.SeenFrom(first_key + 63) ||
                                          query + Config::kQueries > tile.QueryEnd(first_key));
       if (masked) {
-        const int key = tile.first_row + row_in_tile;
-        const int begins[2] = {tile.SeenFrom(key), tile.SeenFrom(key + 8)};
-        const int ends[2] = {tile.QueryEnd(key), tile.QueryEnd(key + 8)};
-#pragma unroll
-        for (int i = 0; i < Config::kQueries / 2; ++i) {
-          const int column = query + i / 4 * 8 + lane % 4 * 2 + i % 2;
-          if (column < begins[i / 2 % 2] || column >= ends[i / 2 % 2]) s[i] = 0.0f;
-        }
+        ClearUnseen(s, tile, tile.first_row + row_in_tile, query, lane);
       }
       PackOperand<T>(s, p_operand);
       // Where some key is not seen by all queries, both operands of the next products are cleared

@@ -110,14 +110,7 @@ __device__ __forceinline__ void ConsumeValueGrad(
       }
       const bool hides_some = Grad::HidesSome(tile, query);
       if (hides_some) {
-        const int key = tile.first_row + row_in_tile;
-        const int begins[2] = {tile.SeenFrom(key), tile.SeenFrom(key + 8)};
-        const int ends[2] = {tile.QueryEnd(key), tile.QueryEnd(key + 8)};
-#pragma unroll
-        for (int i = 0; i < Config::kQueries / 2; ++i) {
-          const int column = query + i / 4 * 8 + lane % 4 * 2 + i % 2;
-          if (column < begins[i / 2 % 2] || column >= ends[i / 2 % 2]) s[i] = 0.0f;
-        }
+        ClearUnseen(s, tile, tile.first_row + row_in_tile, query, lane);
       }
       PackOperand<T>(s, operand);
 #pragma unroll
