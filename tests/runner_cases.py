@@ -144,6 +144,11 @@ def attention_cases():
         yield f"{at}/window/tall", attention_case(dtype, head_dim=dim, bottom_right=True, **window)
         window |= {"window": (20, 30)}
         yield f"{at}/window/top_left", attention_case(dtype, head_dim=dim, **window)
+        # A mask of the keys alone, as of padding but with holes.
+        mask = {"seq_q": 200, "seq_k": 230, "mask": (2, 1, 1, 230), "is_causal": True}
+        yield f"{at}/key_mask", attention_case(dtype, head_dim=dim, **mask)
+        mask |= {"window": (60, 0), "lengths": True, "bottom_right": True, "sink": True}
+        yield f"{at}/key_mask/window", attention_case(dtype, head_dim=dim, **mask)
     for name, dtype in FLOATS.items():
         yield f"attention/{name}/values_wider", attention_case(dtype, head_dim=33, value_dim=72)
         yield (

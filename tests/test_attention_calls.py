@@ -265,6 +265,8 @@ def test_raw_op_checks_its_inputs():
         ({"head_dim": 44}, "sm_80", "multiple of 8"),
         ({"bias": True}, "sm_80", "bias"),
         ({"mask": True}, "sm_80", "mask"),
+        ({"key_mask": True}, "sm_90", ""),
+        ({"key_mask": True, "gradient": True}, "sm_90", ""),
         ({"soft_cap": True}, "sm_80", "soft cap"),
         ({"dropout": True}, "sm_80", "dropout"),
     ],
@@ -274,7 +276,7 @@ def test_which_kernels_serve(changes, kernels, why):
     sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "seq_q": 500, "seq_k": 500, "head_dim": 64}
     sizes["value_dim"] = 64
     of_call = {"dtype": "bfloat16", "gradient": False, "capability": 90}
-    features = dict.fromkeys(["bias", "mask", "soft_cap", "dropout"], False)
+    features = dict.fromkeys(["bias", "mask", "soft_cap", "dropout", "key_mask"], False)
     for part in (sizes, of_call, features):
         part.update((k, v) for k, v in changes.items() if k in part)
     result = _library.attention_kernels(**of_call, sizes=sizes.values(), features=features.values())

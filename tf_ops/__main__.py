@@ -106,7 +106,7 @@ def info_attention(arguments):
         print(f"This build is for {archs or 'the CPU only'}. One for 90a would use:")
     seq_k, kv_heads = a.seq_k or a.seq, a.kv_heads or a.heads
     sizes = [a.batch, a.heads, kv_heads, a.seq, seq_k, a.head_dim, a.value_dim or a.head_dim]
-    features = [a.bias, a.mask, a.soft_cap, a.dropout]
+    features = [a.bias, a.mask, a.soft_cap, a.dropout, a.padding_mask]
     for name, gradient in (("forward", False), ("gradient", True)):
         kernels, why = _library.attention_kernels(a.dtype, gradient, capability, sizes, features)
         print(f"{name:9} {kernels}{': ' * bool(why)}{why}")
@@ -136,8 +136,14 @@ def main():
         ("sm", None, "compute capability, such as 90; default: this GPU's"),
     ):
         command.add_argument(f"--{name}", type=int, default=default, help=text)
-    for name in ("bias", "mask", "soft-cap", "dropout"):
-        command.add_argument(f"--{name}", action="store_true")
+    for name, text in (
+        ("bias", None),
+        ("mask", "that differs between heads or queries"),
+        ("padding-mask", "the same for all heads and queries"),
+        ("soft-cap", None),
+        ("dropout", None),
+    ):
+        command.add_argument(f"--{name}", action="store_true", help=text)
     command = commands.add_parser("bench", help=bench.__doc__)
     command.set_defaults(run=bench)
     command.add_argument("names", nargs="*", metavar="OP", help="a family; all by default")

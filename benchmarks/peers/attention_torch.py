@@ -107,6 +107,7 @@ class Case:
     bottom_right: bool = False
     bias: str | None = None
     mask: str | None = None
+    shown: tuple | None = None  # mask="bk" of these keys: (from, to) of each batch row
     soft_cap: float = 0.0
     query_lengths: tuple | None = None
     key_lengths: tuple | None = None
@@ -318,8 +319,12 @@ class Check:
         if case.bias is not None:
             bias = normal(dims(case.bias), case.dtype)
         if case.mask is not None:
-            random = torch.rand(dims(case.mask), generator=generator) < 0.6
-            mask = make.like(random.to(self.device))
+            shown = torch.rand(dims(case.mask), generator=generator) < 0.6
+            if case.shown is not None:
+                of_key = torch.arange(case.seq_k)
+                shown = torch.stack([(a <= of_key) & (of_key < b) for a, b in case.shown])
+                shown = shown[:, None, None]
+            mask = make.like(shown.to(self.device))
         do = normal((*shape_q, case.value_dim), case.dtype)
         if case.dlse:
             dlse = normal((case.batch, case.heads, case.seq_q), torch.float32)
@@ -556,6 +561,23 @@ def cases():
             yield dataclasses.replace(
                 base, seq_q=700, seq_k=130, window=(60, 20), bottom_right=True, value_dim=dim // 2
             )
+            # Padding before, after and on both sides; holes; a batch row of padding alone.
+            full = long["seq_k"]
+            for shown in (((0, 300), (0, full)), ((130, full), (0, 0)), ((97, 390), (256, 384))):
+                for causal, bottom_right, window in (
+                    (False, False, (-1, -1)),
+                    (True, False, (-1, -1)),
+                    (True, True, (100, -1)),
+                ):
+                    changes = {"bottom_right": bottom_right, "window": window, "sink": causal}
+                    yield dataclasses.replace(
+                        base, **long, mask="bk", shown=shown, causal=causal, **changes
+                    )
+            padded = {"key_lengths": (500, 310), "query_lengths": (459, 200), "kv_heads": 2}
+            for mask in ("bk", "k", "b", ""):
+                yield dataclasses.replace(base, **long, mask=mask)
+                yield dataclasses.replace(base, **long | padded, mask=mask, causal=True)
+                yield dataclasses.replace(base, **long, mask=mask, window=(70, 133))
             yield dataclasses.replace(base, **long, sink=True)
             yield dataclasses.replace(base, **long, sink=True, causal=True, key_lengths=(0, 300))
             yield dataclasses.replace(base, **long, sink=True, query_lengths=(0, 300))

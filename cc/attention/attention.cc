@@ -195,8 +195,9 @@ int64_t DotProductAttentionGpuWorkspace(TensorView query, TensorView key, Tensor
                                         TensorView seed, float scale, float soft_cap,
                                         bool is_causal, bool bottom_right, int64_t window_left,
                                         int64_t window_right, float dropout_rate) {
-  // XLA asks before there are data, which the description has in place of bias and mask.
-  if (bias.present() || mask.present()) return 0;
+  if (mask.present()) return 16 + Sm90KeyMaskBytes(mask, query.dims[0], key.dims[1]);
+  // XLA asks before there are data, which the description has in place of the bias.
+  if (bias.present()) return 0;
   TensorView output = query, lse = {nullptr, DType::kFloat32, 3};
   if (query.rank == 4) lse.dims = {query.dims[0], query.dims[2], query.dims[1]};
   if (value.rank == 4) output.dims[3] = value.dims[3];
@@ -209,13 +210,14 @@ int64_t DotProductAttentionGpuWorkspace(TensorView query, TensorView key, Tensor
   return ok && ServesDecode(p, query.dtype) ? DecodeParts(p, query.dtype, nullptr).bytes() : 0;
 }
 
-int64_t DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView,
-                                            TensorView, TensorView, TensorView, TensorView,
+int64_t DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView key,
+                                            TensorView, TensorView, TensorView mask, TensorView,
                                             TensorView, TensorView sink, TensorView, TensorView,
                                             TensorView lse, float, float, bool, bool, int64_t,
                                             int64_t, float) {
-  const int64_t sink_terms = sink.present() ? lse.size() * int64_t(sizeof(float)) : 0;
-  return 16 + GradRowsBytes(lse.dims[0], lse.dims[1], lse.dims[2]) + sink_terms;
+  const int64_t sink_terms = sink.present() ? AlignedBytes(lse.size() * int64_t(sizeof(float))) : 0;
+  return 16 + GradRowsBytes(lse.dims[0], lse.dims[1], lse.dims[2]) + sink_terms +
+         Sm90KeyMaskBytes(mask, lse.dims[0], key.dims[1]);
 }
 
 int64_t DotProductAttentionBiasGradGpuWorkspace(TensorView, TensorView, TensorView query,

@@ -85,7 +85,8 @@ Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView
   if (kernels == AttentionKernels::kSm90) {
     return DispatchSm90<64, 128, 256>(query.dtype, p, [&](auto zero, auto dim) {
       using T = decltype(zero);
-      return AttentionForwardSm90<T, dim>(gpu, p, output.as<T>(), lse.as<float>());
+      return AttentionForwardSm90<T, dim>(gpu, p, AlignedData(workspace), output.as<T>(),
+                                          lse.as<float>());
     });
   }
   return DispatchKernels(query.dtype, p, [&](auto kernels) {
@@ -118,10 +119,11 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
   g.lse = lse.as<const float>();
   g.dlse = dlse.present() ? dlse.as<const float>() : nullptr;
   g.rows = reinterpret_cast<AttentionRow*>(AlignedData(workspace));
+  // After the rows: DotProductAttentionGradGpuWorkspace.
+  g.key_masks = AlignedData(workspace) + GradRowsBytes(p.batch, p.heads, p.seq_q);
   if (p.sink) {
-    // After the rows: DotProductAttentionGradGpuWorkspace.
-    g.sink_terms =
-        reinterpret_cast<float*>(AlignedData(workspace) + GradRowsBytes(p.batch, p.heads, p.seq_q));
+    g.sink_terms = reinterpret_cast<float*>(g.key_masks);
+    g.key_masks += AlignedBytes(lse.size() * int64_t(sizeof(float)));
     g.dsink = dsink.as<float>();
   }
   g.dquery = dquery.data;

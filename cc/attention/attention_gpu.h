@@ -26,6 +26,7 @@ struct AttentionGradients {
   AttentionRow* rows;  // [batch, heads, seq_q]
   float* sink_terms;   // [batch, heads, seq_q], whose sum dsink is; with a sink only
   float* dsink;
+  char* key_masks;  // of Sm90KeyMaskBytes
   void *dquery, *dkey, *dvalue;
   // The gradient of the bias is summed by `splits` blocks per tile: to `dbias` where that is 1,
   // else to partial [splits, dbias_size].
@@ -63,6 +64,14 @@ inline int BiasGradSplits(const int64_t (&bias_dims)[4], const int64_t (&scores_
 
 // Workspaces are parts of 16 bytes' alignment.
 inline int64_t AlignedBytes(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+// What the kernels for sm_90 make of a mask that is the same for all heads and queries: whole tiles
+// of keys in bits, and a few words for each batch row.
+inline int64_t Sm90MaskWords(int64_t seq_k) { return (seq_k + 128 + 31) / 32; }
+inline int64_t Sm90KeyMaskBytes(const TensorView& mask, int64_t batch, int64_t seq_k) {
+  if (!mask.present() || mask.dims[1] != 1 || mask.dims[2] != 1) return 0;
+  return AlignedBytes(12 * batch) + AlignedBytes(4 * batch * Sm90MaskWords(seq_k));
+}
 
 // The AttentionRows of a gradient: whole tiles of 128, as attention_sm90_backward.cuh wants them.
 inline int64_t GradRowsBytes(int64_t batch, int64_t heads, int64_t seq_q) {

@@ -4,8 +4,9 @@
 //   the output of at most 16 queries (float32: 4) to 256
 //     keys or more; no bias, mask or dropout               decode
 //   float16 and bfloat16 on compute capability 9.0;
-//     no bias, mask, soft cap or dropout; rows of whole
-//     16 bytes                                             sm_90
+//     no bias, soft cap or dropout; a mask, if any, that
+//     is the same for all heads and queries, as one of
+//     padding is; rows of whole 16 bytes                   sm_90
 //   float16, bfloat16                                      sm_80
 //   float32                                                simt
 //
@@ -25,7 +26,9 @@ const char* WhyNotSm90(const AttentionProblem& p, DType dtype, int compute_capab
   if (dtype == DType::kFloat32) return "tensor cores would round float32";
   if (compute_capability != 90) return "the compute capability is not 9.0";
   if (p.bias) return "there is a bias";
-  if (p.mask) return "there is a mask";
+  if (p.mask && (p.mask_strides[1] || p.mask_strides[2])) {
+    return "the mask differs between heads or queries";
+  }
   if (p.soft_cap != 0.0f) return "there is a soft cap";
   if (p.dropout_threshold) return "there is dropout";
   if (!(p.scale > 0.0f && p.scale <= 3e38f)) return "the scale is not positive";  // maximum first
@@ -58,7 +61,8 @@ AttentionChoice ChooseAttention(const AttentionProblem& p, DType dtype, Attentio
 }
 
 // For Python: `sizes` are batch, heads, kv_heads, seq_q, seq_k, head_dim and value_dim; `features`
-// has a bit for a bias, a mask, a soft cap and dropout. Returns "decode", "sm_90", "sm_80" or
+// has a bit for a bias, a mask, a soft cap, dropout, and for a mask that is the same for all heads
+// and queries. Returns "decode", "sm_90", "sm_80" or
 // "simt"; *why is empty or what keeps the call from sm_90.
 extern "C" const char* tf_ops_attention_kernels(int dtype, int pass, int compute_capability,
                                                 const int64_t* sizes, int features,
@@ -68,7 +72,8 @@ extern "C" const char* tf_ops_attention_kernels(int dtype, int pass, int compute
   p.seq_q = sizes[3], p.seq_k = sizes[4], p.head_dim = sizes[5], p.value_dim = sizes[6];
   static const bool kSomething = true;
   p.bias = features & 1 ? &kSomething : nullptr;
-  p.mask = features & 2 ? &kSomething : nullptr;
+  p.mask = features & (2 | 16) ? &kSomething : nullptr;
+  if (features & 2) p.mask_strides[2] = p.seq_k;
   p.soft_cap = features & 4 ? 1.0f : 0.0f;
   p.dropout_threshold = features & 8 ? 1 : 0;
   p.scale = 1.0f;

@@ -19,12 +19,33 @@ inline int HeadsPerGroup(int64_t bytes_per_head, int64_t heads) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// How many queries and keys of a batch row are valid, and how far a query sees.
+// Which keys of a batch row the mask shows, where it is the same for all heads and queries.
+struct Sm90KeyMask {
+  int from, to;  // the first, and the one after the last
+  int holes;     // whether it hides some between them
+};
+
+// Of all batch rows. Without a mask, null.
+struct Sm90KeyMasks {
+  const Sm90KeyMask* rows;
+  const uint32_t* bits;  // [batch, words], a bit for each key
+  int words;
+};
+
+// Whether a query sees all the keys up to one that depends on the query, as it does without a mask
+// and a window to the left. Kernels of such problems, kPrefix, are compiled apart: what the others
+// ask for costs them registers.
+inline bool SeesPrefixes(const AttentionProblem& p) { return !p.mask && p.window_left < 0; }
+
+// How many queries and keys of a batch row are valid, and which of them a query sees.
 struct Sm90Visibility {
   int queries, keys;
-  int first, end;  // query i sees the keys from i + first on, those before i + end
+  int first, end;        // query i sees the keys from i + first on, those before i + end
+  int from;              // and none before this one
+  const uint32_t* bits;  // null, or a bit for each key: whether the mask shows it
 
-  __device__ Sm90Visibility(const AttentionProblem& p, int batch) {
+  __device__ Sm90Visibility(const AttentionProblem& p, const Sm90KeyMasks& masks, int batch)
+      : from(0), bits(nullptr) {
     const auto length = [&](const int32_t* lengths, int size) {
       return lengths ? min(max(lengths[batch], 0), size) : size;
     };
@@ -34,13 +55,93 @@ struct Sm90Visibility {
     const int offset = p.bottom_right ? keys - queries : 0;
     first = p.window_left < 0 ? -kUnbounded : offset - int(p.window_left);
     end = p.window_right < 0 ? kUnbounded : offset + int(p.window_right) + 1;
+    if (masks.rows) {
+      const Sm90KeyMask mask = masks.rows[batch];
+      keys = min(keys, mask.to);
+      from = mask.from;
+      if (mask.holes) bits = masks.bits + int64_t{batch} * masks.words;
+    }
   }
-  // A query sees the keys [KeyBegin, KeyEnd); a key is seen by the queries [QueryBegin, QueryEnd).
-  __device__ int KeyBegin(int query) const { return max(0, query + first); }
+  // A query sees keys of [KeyBegin, KeyEnd) only; a key is seen by queries of [QueryBegin,
+  // QueryEnd) only.
+  template <bool kPrefix>
+  __device__ int KeyBegin(int query) const {
+    return kPrefix ? 0 : max(from, query + first);
+  }
   __device__ int KeyEnd(int query) const { return min(keys, query + end); }
   __device__ int QueryBegin(int key) const { return max(0, key - end + 1); }
-  __device__ int QueryEnd(int key) const { return min(queries, key - first + 1); }
+  template <bool kPrefix>
+  __device__ int QueryEnd(int key) const {
+    return kPrefix ? queries : min(queries, key - first + 1);
+  }
+  __device__ bool HasBit(int key) const { return bits[key / 32] >> key % 32 & 1; }
+  template <bool kPrefix>
+  __device__ bool Sees(int query, int key) const {
+    return query < queries && key >= KeyBegin<kPrefix>(query) && key < KeyEnd(query) &&
+           (kPrefix || !bits || HasBit(key));
+  }
+  // The keys [AllSeeFrom, AllSeeTo) are seen by all queries from the first to the last.
+  template <bool kPrefix>
+  __device__ int AllSeeFrom(int last_query) const {
+    return KeyBegin<kPrefix>(last_query);
+  }
+  template <bool kPrefix>
+  __device__ int AllSeeTo(int first_query, int last_query) const {
+    return last_query < queries && (kPrefix || !bits) ? KeyEnd(first_query) : 0;
+  }
+  // The first query to see all keys from the first to the last.
+  template <bool kPrefix>
+  __device__ int AllSeenFrom(int first_key, int last_key) const {
+    const bool shown =
+        last_key < keys &&
+        (kPrefix || (first_key >= from && (!bits || (first_key == last_key && HasBit(last_key)))));
+    return shown ? QueryBegin(last_key) : queries;
+  }
 };
+
+// The tile that a consumer warp works on, in shared memory: its registers are for the products.
+template <typename Tile>
+__device__ __forceinline__ const Tile& KeepTile(Tile& of_warp, const Tile& tile) {
+  __syncwarp();  // all lanes are done with the last one
+  if (threadIdx.x % 32 == 0) of_warp = tile;
+  __syncwarp();
+  return of_warp;
+}
+
+// Finds the Sm90KeyMask and the bits of each batch row, by a block each.
+static __global__ void __launch_bounds__(1024)
+    KeyMaskSm90Kernel(const __grid_constant__ AttentionProblem p, Sm90KeyMask* rows, uint32_t* bits,
+                      int words) {
+  const int batch = blockIdx.x, lane = threadIdx.x % 32;
+  const bool* mask = p.mask + batch * p.mask_strides[0];
+  __shared__ int from, to, count;
+  if (threadIdx.x == 0) from = int(p.seq_k), to = 0, count = 0;
+  __syncthreads();
+  for (int word = threadIdx.x / 32; word < words; word += 32) {
+    const int64_t key = int64_t{word} * 32 + lane;
+    const uint32_t shown =
+        __ballot_sync(0xffffffff, key < p.seq_k && mask[key * p.mask_strides[3]]);
+    if (lane != 0) continue;
+    bits[int64_t{batch} * words + word] = shown;
+    if (!shown) continue;
+    atomicMin(&from, word * 32 + __ffs(shown) - 1);
+    atomicMax(&to, word * 32 + 32 - __clz(shown));
+    atomicAdd(&count, __popc(shown));
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) rows[batch] = {from, to, count < to - from};
+}
+
+// Fills `memory`, of Sm90KeyMaskBytes.
+inline Status MakeKeyMasks(Gpu gpu, const AttentionProblem& p, char* memory, Sm90KeyMasks* masks) {
+  *masks = {};
+  if (!p.mask) return Ok();
+  auto* const rows = reinterpret_cast<Sm90KeyMask*>(memory);
+  auto* const bits = reinterpret_cast<uint32_t*>(memory + AlignedBytes(p.batch * sizeof *rows));
+  *masks = {rows, bits, int(Sm90MaskWords(p.seq_k))};
+  KeyMaskSm90Kernel<<<unsigned(p.batch), 1024, 0, gpu.stream>>>(p, rows, bits, masks->words);
+  return CudaStatus();
+}
 
 // The tiles of one block. Every other round goes backwards through the blocks, so that no block
 // always has the longest tile of a round.

@@ -6,8 +6,10 @@
 
 namespace tf_ops {
 
+// With a mask, key_masks has Sm90KeyMaskBytes.
 template <typename T, int kHeadDim>
-Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& problem, T* output, float* lse);
+Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& problem, char* key_masks, T* output,
+                            float* lse);
 
 // g.rows has room for 2 * batch * heads * Sm90PaddedQueries floats. Leaves the sink's terms, and
 // not yet their sum.

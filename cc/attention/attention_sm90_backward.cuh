@@ -22,7 +22,7 @@
 
 namespace tf_ops {
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
     KeyValueGradSm90Kernel(const __grid_constant__ Sm90BackwardArguments a,
                            const __grid_constant__ CUtensorMap query_map,
@@ -47,7 +47,6 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
       BarrierInit(&shared.full_do[i], 1);
       BarrierInit(&shared.empty_q[i], 8);
       BarrierInit(&shared.empty_do[i], 8);
-      BarrierInit(&shared.full_p[i], 4);
     }
     FenceBarrierInit();
   }
@@ -55,21 +54,21 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
   if (threadIdx.x < 128) {
     RegistersDown<kHeadDim == 128 ? 24 : 40>();
     if (threadIdx.x == 0) {
-      ProduceKeyValueGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, row_terms_map,
-                                       shared);
+      ProduceKeyValueGrad<T, kHeadDim, kPrefix>(a, query_map, key_map, value_map, doutput_map,
+                                                row_terms_map, shared);
     } else if (threadIdx.x == 32) {
-      StoreKeyValueGrad<T, kHeadDim>(a, dkey_map, dvalue_map, shared);
+      StoreKeyValueGrad<T, kHeadDim, kPrefix>(a, dkey_map, dvalue_map, shared);
     } else if (threadIdx.x >= 64) {
-      ZeroKeyValueGrad<T, kHeadDim>(a);
+      ZeroKeyValueGrad<T, kHeadDim, kPrefix>(a);
     }
   } else {
     RegistersUp<kHeadDim == 128 ? 240 : 232>();
     if constexpr (!Config::kOneEach) {
-      ConsumeKeyValueGrad<T, kHeadDim>(a, shared);
+      ConsumeKeyValueGrad<T, kHeadDim, kPrefix>(a, shared);
     } else if (__shfl_sync(0xffffffff, threadIdx.x / 128, 0) == 1) {
-      ConsumeValueGrad<T, kHeadDim>(a, shared);
+      ConsumeValueGrad<T, kHeadDim, kPrefix>(a, shared);
     } else {
-      ConsumeKeyGrad<T, kHeadDim>(a, shared);
+      ConsumeKeyGrad<T, kHeadDim, kPrefix>(a, shared);
     }
   }
 #endif
@@ -78,8 +77,8 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
 // One warp per query of one head; rows that are padding or see nothing get lse = +inf.
 template <typename T>
 __global__ void __launch_bounds__(256)
-    RowTermsSm90Kernel(AttentionProblem p, AttentionGradients g, int padded_queries,
-                       float* lse_log2, float* delta) {
+    RowTermsSm90Kernel(AttentionProblem p, Sm90KeyMasks key_masks, AttentionGradients g,
+                       int padded_queries, float* lse_log2, float* delta) {
   const int64_t index = (blockIdx.x * int64_t{256} + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32;
   const int64_t head = index % p.heads, row = index / p.heads % padded_queries;
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(256)
     sum = WarpReduce(sum, Sum{});
     const int64_t of_row = (batch * p.heads + head) * p.seq_q + row;
     const float of_lse = g.dlse ? g.dlse[of_row] : 0.0f, lse = g.lse[of_row];
-    const Sm90Visibility visibility(p, int(batch));
+    const Sm90Visibility visibility(p, key_masks, int(batch));
     if (p.sink && lane == 0) {
       // A query that is none has an output of 0, whatever its upstream gradient.
       const float weight = lse == -INFINITY ? 0.0f : expf(p.sink[head] - lse);
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(256)
     }
     sum -= of_lse;
     if (of_lse == 0.0f && !p.sink &&
-        visibility.KeyEnd(int(row)) - visibility.KeyBegin(int(row)) == 1) {
+        visibility.KeyEnd(int(row)) - visibility.KeyBegin<false>(int(row)) == 1) {
       sum = __uint_as_float(kOneKeyDelta);
     }
     if (lse != -INFINITY) shift = lse * kLog2E;
@@ -121,12 +120,14 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const Attention
   using QueryConfig = Sm90QueryGrad<kHeadDim>;
   static_assert(sizeof(typename KeyValueConfig::template Shared<T>) <= 227 * 1024);
   static_assert(sizeof(typename QueryConfig::template Shared<T>) <= 227 * 1024);
+  Sm90KeyMasks key_masks;
+  if (Status s = MakeKeyMasks(gpu, p, g.key_masks, &key_masks); !s.ok()) return s;
   const int64_t padded_queries = Sm90PaddedQueries(p);
   float* const row_terms = reinterpret_cast<float*>(g.rows);
   float* const delta = row_terms + p.batch * p.heads * padded_queries;
   const int64_t warps = p.batch * p.heads * padded_queries;
   RowTermsSm90Kernel<T><<<unsigned((warps + 7) / 8), 256, 0, gpu.stream>>>(
-      p, g, int(padded_queries), row_terms, delta);
+      p, key_masks, g, int(padded_queries), row_terms, delta);
   if (Status s = CudaStatus(); !s.ok()) return s;
 
   CUtensorMap query_64, query_128, key_rows, value_rows, key_n, value_n, doutput_64, doutput_128;
@@ -151,7 +152,7 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const Attention
       MakeTensorMap<T>(g.dvalue, p.value_dim, p.kv_heads, p.seq_k, p.batch, 64, &dvalue_64);
   if (!mapped) return Internal("dot_product_attention: cuTensorMapEncodeTiled failed");
 
-  Sm90BackwardArguments a{p, row_terms, delta, g.doutput, g.dquery, g.dkey, g.dvalue};
+  Sm90BackwardArguments a{p, key_masks, row_terms, delta, g.doutput, g.dquery, g.dkey, g.dvalue};
   a.padded_queries = int(padded_queries);
   const int64_t row_bytes = (p.head_dim + p.value_dim) * int64_t{sizeof(T)};
   const auto launch = [&](auto* kernel, int shared_bytes, int64_t heads, int64_t rows,
@@ -169,16 +170,19 @@ Status AttentionBackwardSm90(Gpu gpu, const AttentionProblem& p, const Attention
     return CudaStatus();
   };
   const int64_t group_size = p.heads / p.kv_heads;
-  if (Status s = launch(KeyValueGradSm90Kernel<T, kHeadDim>,
+  const bool prefix = SeesPrefixes(p);
+  if (Status s = launch(prefix ? KeyValueGradSm90Kernel<T, kHeadDim, true>
+                               : KeyValueGradSm90Kernel<T, kHeadDim, false>,
                         sizeof(typename KeyValueConfig::template Shared<T>), p.kv_heads, p.seq_k,
                         KeyValueConfig::kKeys, p.seq_q * row_bytes * group_size, query_64, key_rows,
                         value_rows, doutput_64, row_terms_map, dkey_64, dvalue_64);
       !s.ok()) {
     return s;
   }
-  return launch(QueryGradSm90Kernel<T, kHeadDim>, sizeof(typename QueryConfig::template Shared<T>),
-                p.heads, p.seq_q, QueryConfig::kQueries, p.seq_k * row_bytes / group_size,
-                query_128, key_n, value_n, doutput_128, dquery_64);
+  return launch(
+      prefix ? QueryGradSm90Kernel<T, kHeadDim, true> : QueryGradSm90Kernel<T, kHeadDim, false>,
+      sizeof(typename QueryConfig::template Shared<T>), p.heads, p.seq_q, QueryConfig::kQueries,
+      p.seq_k * row_bytes / group_size, query_128, key_n, value_n, doutput_128, dquery_64);
 }
 
 }  // namespace tf_ops

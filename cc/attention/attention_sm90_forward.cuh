@@ -5,9 +5,8 @@
 // multiprocessor for many tiles. A tile is kBlockM queries of one head; a consumer owns 64 of
 // them: their output and running maximum and sum stay in its registers. One thread of the
 // producer streams K and V through a ring of kStages buffers by TMA, in 128-byte swizzled panels
-// of 64 columns, the next tile's while the last one is still being finished; with the queries it
-// tells the consumers which tile they are of. Tiles in which no query sees a key are zeroed by two
-// warps that have nothing else to do.
+// of 64 columns, the next tile's while the last one is still being finished. Tiles in which no
+// query sees a key are zeroed by two warps that have nothing else to do.
 //
 // Per key block j, a consumer issues S_j = Q K_j and then O += P_{j-1} V_{j-1}; the softmax of
 // S_j runs while the second product does. Two named barriers make the consumers take turns at
@@ -46,7 +45,7 @@ struct Sm90Forward {
     T q[kQueryStages][kBlockM * kHeadDim];
     T k[kStages][kBlockN * kHeadDim];
     T v[kStages][kBlockN * kHeadDim];
-    Sm90Tile tile[kQueryStages];  // without keys: there are no more
+    Sm90Tile tile[4 * kConsumers];  // of each consumer warp
     uint64_t full_q[kQueryStages], empty_q[kQueryStages], full_o[kConsumers];
     uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
     RowBits<kBlockN> not_finite;
@@ -55,13 +54,15 @@ struct Sm90Forward {
 
 struct Sm90ForwardArguments {
   AttentionProblem problem;
+  Sm90KeyMasks key_masks;
   void* output;
   float* lse;
   int query_blocks, tiles, heads_per_group;
 };
 
-template <int kBlockM, int kBlockN>
+template <int kHeadDim, bool kPrefix>
 __device__ __forceinline__ Sm90Tile TileAt(const Sm90ForwardArguments& a, int index) {
+  constexpr int kBlockM = Sm90Forward<kHeadDim>::kBlockM, kBlockN = Sm90Forward<kHeadDim>::kBlockN;
   const AttentionProblem& p = a.problem;
   const int batch_heads = int(p.batch * p.heads);
   const int group = index / (a.heads_per_group * a.query_blocks);
@@ -70,12 +71,12 @@ __device__ __forceinline__ Sm90Tile TileAt(const Sm90ForwardArguments& a, int in
   const int batch_head = group * a.heads_per_group + within % heads;
   const int batch = batch_head / int(p.heads);
 
-  Sm90Tile tile{Sm90Visibility(p, batch)};
+  Sm90Tile tile{Sm90Visibility(p, a.key_masks, batch)};
   tile.batch = batch;
   tile.head = batch_head % int(p.heads);
   tile.first_row = (a.query_blocks - 1 - within / heads) * kBlockM;
   const int last_row = min(tile.first_row + kBlockM, tile.queries) - 1;
-  const int begin = tile.KeyBegin(tile.first_row), end = tile.KeyEnd(last_row);
+  const int begin = tile.KeyBegin<kPrefix>(tile.first_row), end = tile.KeyEnd(last_row);
   tile.first_block = begin / kBlockN;
   tile.end_block = last_row < tile.first_row || end <= begin ? 0 : (end + kBlockN - 1) / kBlockN;
   return tile;
@@ -111,7 +112,7 @@ struct OnlineSoftmax {
   }
 };
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ProduceForward(
     const Sm90ForwardArguments& a, const CUtensorMap& query_map, const CUtensorMap& key_map,
     const CUtensorMap& value_map, typename Sm90Forward<kHeadDim>::template Shared<T>& shared) {
@@ -121,11 +122,10 @@ __device__ __forceinline__ void ProduceForward(
   RingPosition at, query_at;
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90Tile tile = TileAt<kBlockM, kBlockN>(a, index);
+    const Sm90Tile tile = TileAt<kHeadDim, kPrefix>(a, index);
     if (tile.end_block == 0) continue;
     const int kv_head = tile.head / group_size;
     BarrierWait(&shared.empty_q[query_at.stage], query_at.parity ^ 1);
-    shared.tile[query_at.stage] = tile;
     BarrierExpectBytes(&shared.full_q[query_at.stage], sizeof shared.q[0]);
     LoadPanels<kHeadDim>(shared.q[query_at.stage], kBlockM, query_map,
                          &shared.full_q[query_at.stage], tile.head, tile.first_row, tile.batch);
@@ -142,13 +142,10 @@ __device__ __forceinline__ void ProduceForward(
       at.Advance<Config::kStages>();
     }
   }
-  BarrierWait(&shared.empty_q[query_at.stage], query_at.parity ^ 1);
-  shared.tile[query_at.stage].end_block = 0;
-  BarrierArrive(&shared.full_q[query_at.stage]);
 }
 
 // Copies each finished tile from where its queries were to the output.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void StoreForward(
     const Sm90ForwardArguments& a, const CUtensorMap& output_map,
     typename Sm90Forward<kHeadDim>::template Shared<T>& shared) {
@@ -157,7 +154,7 @@ __device__ __forceinline__ void StoreForward(
   uint32_t parity = 0;
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90Tile tile = TileAt<Config::kBlockM, Config::kBlockN>(a, index);
+    const Sm90Tile tile = TileAt<kHeadDim, kPrefix>(a, index);
     if (tile.end_block == 0) continue;
 #pragma unroll 1
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
@@ -174,13 +171,13 @@ __device__ __forceinline__ void StoreForward(
 }
 
 // Zeroes the tiles in which no query sees a key, by the 64 threads of two warps.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ZeroForward(const Sm90ForwardArguments& a) {
   using Config = Sm90Forward<kHeadDim>;
   const AttentionProblem& p = a.problem;
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90Tile tile = TileAt<Config::kBlockM, Config::kBlockN>(a, index);
+    const Sm90Tile tile = TileAt<kHeadDim, kPrefix>(a, index);
     if (tile.end_block > 0) continue;
     ZeroRows<T>(a.output, tile.batch, p.seq_q, p.heads, p.value_dim, tile.head, tile.first_row,
                 Config::kBlockM);
@@ -224,7 +221,7 @@ __device__ __forceinline__ void FinishForward(const Sm90ForwardArguments& a, con
   }
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ConsumeForward(
     const Sm90ForwardArguments& a, typename Sm90Forward<kHeadDim>::template Shared<T>& shared) {
   using Config = Sm90Forward<kHeadDim>;
@@ -279,14 +276,16 @@ __device__ __forceinline__ void ConsumeForward(
   constexpr int kConsumerThreads = 128 * Config::kConsumers;
 
   RingPosition at, query_at;
-  for (;;) {
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90Tile next = TileAt<kHeadDim, kPrefix>(a, index);
+    const int first_block = next.first_block, end_block = next.end_block;
+    if (end_block == 0) continue;
+    const Sm90Tile& tile = KeepTile(shared.tile[threadIdx.x / 32 - 4], next);
     BarrierWait(&shared.full_q[query_at.stage], query_at.parity);
-    const Sm90Tile& tile = shared.tile[query_at.stage];
-    const int first_block = tile.first_block, end_block = tile.end_block;
-    if (end_block == 0) break;
     // The keys that all rows of the tile see. In registers: `tile` is for the blocks beyond.
-    const int seen_from = tile.KeyBegin(tile.first_row + kBlockM - 1);
-    const int seen_to = tile.KeyEnd(tile.first_row);
+    const int seen_from = tile.AllSeeFrom<kPrefix>(tile.first_row + kBlockM - 1);
+    const int seen_to = tile.AllSeeTo<kPrefix>(tile.first_row, tile.first_row);
     const auto hides_some = [&](int j) {
       return (j + 1) * kBlockN > seen_to || j * kBlockN < seen_from;
     };
@@ -301,11 +300,18 @@ __device__ __forceinline__ void ConsumeForward(
           if (column + i / 4 * 8 + i % 2 >= ends[i / 2 % 2]) s[i] = -INFINITY;
         }
       }
-      if (j * kBlockN < tile.KeyBegin(tile.first_row + 64 * consumer + 63)) {
-        const int begins[2] = {tile.KeyBegin(row), tile.KeyBegin(row + 8)};
+      if constexpr (kPrefix) return;
+      if (j * kBlockN < tile.AllSeeFrom<kPrefix>(tile.first_row + 64 * consumer + 63)) {
+        const int begins[2] = {tile.KeyBegin<kPrefix>(row), tile.KeyBegin<kPrefix>(row + 8)};
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; ++i) {
           if (column + i / 4 * 8 + i % 2 < begins[i / 2 % 2]) s[i] = -INFINITY;
+        }
+      }
+      if (tile.bits) {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) {
+          if (!tile.HasBit(column + i / 4 * 8 + i % 2)) s[i] = -INFINITY;
         }
       }
     };
@@ -319,8 +325,7 @@ __device__ __forceinline__ void ConsumeForward(
       SpreadNonFinite<kBlockN, kHeadDim, kConsumerThreads, T>(
           o, shared.not_finite, p.value, tile.batch, p.seq_k, p.kv_heads, p.value_dim,
           tile.head / int(p.heads / p.kv_heads), j * kBlockN, kClearBarrier, [&](int r, int row) {
-            const int query = tile.first_row + row_in_tile + 8 * r, key = j * kBlockN + row;
-            return key >= tile.KeyBegin(query) && key < tile.KeyEnd(query);
+            return tile.Sees<kPrefix>(tile.first_row + row_in_tile + 8 * r, j * kBlockN + row);
           });
     };
     OnlineSoftmax softmax;
@@ -379,7 +384,7 @@ __device__ __forceinline__ void ConsumeForward(
   }
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
     AttentionForwardSm90Kernel(const __grid_constant__ Sm90ForwardArguments a,
                                const __grid_constant__ CUtensorMap query_map,
@@ -414,21 +419,22 @@ __global__ void __launch_bounds__(Sm90Forward<kHeadDim>::kThreads, 1)
   if (threadIdx.x < 128) {
     RegistersDown<Config::kProducerRegisters>();
     if (threadIdx.x == 0) {
-      ProduceForward<T, kHeadDim>(a, query_map, key_map, value_map, shared);
+      ProduceForward<T, kHeadDim, kPrefix>(a, query_map, key_map, value_map, shared);
     } else if (threadIdx.x == 32) {
-      StoreForward<T, kHeadDim>(a, output_map, shared);
+      StoreForward<T, kHeadDim, kPrefix>(a, output_map, shared);
     } else if (threadIdx.x >= 64) {
-      ZeroForward<T, kHeadDim>(a);
+      ZeroForward<T, kHeadDim, kPrefix>(a);
     }
   } else {
     RegistersUp<Config::kConsumerRegisters>();
-    ConsumeForward<T, kHeadDim>(a, shared);
+    ConsumeForward<T, kHeadDim, kPrefix>(a, shared);
   }
 #endif
 }
 
 template <typename T, int kHeadDim>
-Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output, float* lse) {
+Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, char* key_masks, T* output,
+                            float* lse) {
   using Config = Sm90Forward<kHeadDim>;
   CUtensorMap query_map, key_map, value_map, output_map;
   if (!MakeTensorMap<T>(p.query, p.head_dim, p.heads, p.seq_q, p.batch, Config::kBlockM,
@@ -440,14 +446,16 @@ Status AttentionForwardSm90(Gpu gpu, const AttentionProblem& p, T* output, float
       !MakeTensorMap<T>(output, p.value_dim, p.heads, p.seq_q, p.batch, 64, &output_map)) {
     return Internal("dot_product_attention: cuTensorMapEncodeTiled failed");
   }
-  Sm90ForwardArguments a{p, output, lse};
+  Sm90ForwardArguments a{p, {}, output, lse};
+  if (Status s = MakeKeyMasks(gpu, p, key_masks, &a.key_masks); !s.ok()) return s;
   a.query_blocks = int((p.seq_q + Config::kBlockM - 1) / Config::kBlockM);
   a.tiles = int(p.batch * p.heads) * a.query_blocks;
   a.heads_per_group = HeadsPerGroup(
       p.seq_k * (p.head_dim + p.value_dim) * int64_t{sizeof(T)} * p.kv_heads / p.heads,
       p.batch * p.heads);
 
-  auto* kernel = AttentionForwardSm90Kernel<T, kHeadDim>;
+  auto* kernel = SeesPrefixes(p) ? AttentionForwardSm90Kernel<T, kHeadDim, true>
+                                 : AttentionForwardSm90Kernel<T, kHeadDim, false>;
   constexpr int kSharedBytes = sizeof(typename Config::template Shared<T>);
   if (cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);

@@ -8,6 +8,7 @@ namespace tf_ops {
 
 struct Sm90BackwardArguments {
   AttentionProblem problem;
+  Sm90KeyMasks key_masks;
   const float *lse_log2, *delta;  // [batch, heads, padded_queries], the second after the first
   const void* doutput;
   void *dquery, *dkey, *dvalue;

@@ -16,26 +16,21 @@ struct Sm90KeyTile : Sm90HeadRows, Sm90Visibility {
   int steps_per_head;          // 0 if no query sees a key
   int seen_from, seen_to;      // the queries that see all keys
 
-  template <int kHeadDim>
+  template <int kHeadDim, bool kPrefix>
   static __device__ Sm90KeyTile At(const Sm90BackwardArguments& a, int index) {
     using Config = Sm90KeyValueGrad<kHeadDim>;
     const Sm90HeadRows rows(a, index, int(a.problem.kv_heads), Config::kKeys, false);
-    Sm90KeyTile tile{rows, Sm90Visibility(a.problem, rows.batch)};
+    Sm90KeyTile tile{rows, Sm90Visibility(a.problem, a.key_masks, rows.batch)};
     const int last_row = tile.first_row + Config::kKeys - 1;
     const int begin = tile.QueryBegin(tile.first_row);
     tile.first_query = begin / Config::kQueries * Config::kQueries;
-    tile.end_query = tile.QueryEnd(min(last_row, tile.keys - 1));
-    const int queries = tile.first_row < tile.keys && begin < tile.end_query
-                            ? tile.end_query - tile.first_query
-                            : 0;
+    tile.end_query = tile.QueryEnd<kPrefix>(min(last_row, tile.keys - 1));
+    const bool shown = tile.first_row < tile.keys && (kPrefix || last_row >= tile.from);
+    const int queries = shown && begin < tile.end_query ? tile.end_query - tile.first_query : 0;
     tile.steps_per_head = (queries + Config::kQueries - 1) / Config::kQueries;
-    tile.seen_from = tile.SeenFrom(last_row);
-    tile.seen_to = tile.QueryEnd(tile.first_row);
+    tile.seen_from = tile.AllSeenFrom<kPrefix>(tile.first_row, last_row);
+    tile.seen_to = tile.QueryEnd<kPrefix>(tile.first_row);
     return tile;
-  }
-  // The first query to see all keys from the tile's first to this one.
-  __device__ int SeenFrom(int last_key) const {
-    return last_key < keys ? QueryBegin(last_key) : queries;
   }
 };
 
@@ -50,16 +45,15 @@ struct Sm90KeyValueGrad {
     T q[kStages][kQueries * kHeadDim], d_o[kStages][kQueries * kHeadDim];
     float lse[kStages][kQueries], delta[kStages][kQueries];
     uint64_t full_kv, empty_kv, full_out[2];
-    uint64_t full_q[kStages], full_do[kStages],
-        empty_q[kStages];                                   // kOneEach: empty_q is of q alone
-    uint64_t empty_do[kStages], full_p[kStages];            // for kOneEach
-    uint32_t p[kOneEach ? kStages : 1][kQueries / 4][128];  // for kOneEach: probabilities
+    uint64_t full_q[kStages], full_do[kStages], empty_q[kStages];  // kOneEach: of q alone
+    uint64_t empty_do[kStages];                                    // for kOneEach
+    uint32_t p[kOneEach ? kStages : 1][kQueries / 4][128];         // for kOneEach: probabilities
     RowBits<kQueries> not_finite_q, not_finite_do;
-    Sm90KeyTile tile;  // without steps: there are no more
+    Sm90KeyTile tile[8];  // of each consumer warp
   };
 };
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ProduceKeyValueGrad(
     const Sm90BackwardArguments& a, const CUtensorMap& query_map, const CUtensorMap& key_map,
     const CUtensorMap& value_map, const CUtensorMap& doutput_map, const CUtensorMap& row_terms_map,
@@ -70,11 +64,10 @@ __device__ __forceinline__ void ProduceKeyValueGrad(
   uint32_t tile_parity = 0;
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim>(a, index);
+    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim, kPrefix>(a, index);
     if (tile.steps_per_head == 0) continue;
     BarrierWait(&shared.empty_kv, tile_parity ^ 1);
     tile_parity ^= 1;
-    shared.tile = tile;
     BarrierExpectBytes(&shared.full_kv, sizeof shared.k + sizeof shared.v);
     LoadPanels<kHeadDim>(shared.k, Config::kKeys, key_map, &shared.full_kv, tile.head,
                          tile.first_row, tile.batch);
@@ -106,12 +99,9 @@ __device__ __forceinline__ void ProduceKeyValueGrad(
       }
     }
   }
-  BarrierWait(&shared.empty_kv, tile_parity ^ 1);
-  shared.tile.steps_per_head = 0;
-  BarrierArrive(&shared.full_kv);
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void StoreKeyValueGrad(
     const Sm90BackwardArguments& a, const CUtensorMap& dkey_map, const CUtensorMap& dvalue_map,
     typename Sm90KeyValueGrad<kHeadDim>::template Shared<T>& shared) {
@@ -119,7 +109,7 @@ __device__ __forceinline__ void StoreKeyValueGrad(
   uint32_t parity = 0;
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim>(a, index);
+    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim, kPrefix>(a, index);
     if (tile.steps_per_head == 0) continue;
 #pragma unroll 1
     for (int consumer = 0; consumer < 2; ++consumer) {
@@ -143,13 +133,13 @@ __device__ __forceinline__ void StoreKeyValueGrad(
 }
 
 // Zeroes the tiles whose keys no query sees, by the 64 threads of two warps.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ZeroKeyValueGrad(const Sm90BackwardArguments& a) {
   constexpr int kKeys = Sm90KeyValueGrad<kHeadDim>::kKeys;
   const AttentionProblem& p = a.problem;
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim>(a, index);
+    const Sm90KeyTile tile = Sm90KeyTile::At<kHeadDim, kPrefix>(a, index);
     if (tile.steps_per_head > 0) continue;
     ZeroRows<T>(a.dkey, tile.batch, p.seq_k, p.kv_heads, p.head_dim, tile.head, tile.first_row,
                 kKeys);
@@ -160,11 +150,12 @@ __device__ __forceinline__ void ZeroKeyValueGrad(const Sm90BackwardArguments& a)
 
 // Zeroes what a lane holds of S^T where a query does not see a key. The keys are this one and the
 // eighth after it, the queries begin with the step's.
-template <int kCount>
+template <bool kPrefix, int kCount>
 __device__ __forceinline__ void ClearUnseen(float (&s)[kCount], const Sm90KeyTile& tile, int key,
                                             int query, int lane) {
-  const int begins[2] = {tile.SeenFrom(key), tile.SeenFrom(key + 8)};
-  const int ends[2] = {tile.QueryEnd(key), tile.QueryEnd(key + 8)};
+  const int begins[2] = {tile.AllSeenFrom<kPrefix>(key, key),
+                         tile.AllSeenFrom<kPrefix>(key + 8, key + 8)};
+  const int ends[2] = {tile.QueryEnd<kPrefix>(key), tile.QueryEnd<kPrefix>(key + 8)};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int column = query + i / 4 * 8 + lane % 4 * 2 + i % 2;
@@ -172,7 +163,7 @@ __device__ __forceinline__ void ClearUnseen(float (&s)[kCount], const Sm90KeyTil
   }
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ConsumeKeyValueGrad(
     const Sm90BackwardArguments& a,
     typename Sm90KeyValueGrad<kHeadDim>::template Shared<T>& shared) {
@@ -219,17 +210,16 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
 
   RingPosition at;
   uint32_t tile_parity = 0;
-  for (;;) {
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90KeyTile next = Sm90KeyTile::At<kHeadDim, kPrefix>(a, index);
+    const int steps = next.steps_per_head * group_size;
+    if (steps == 0) continue;
+    const Sm90KeyTile& tile = KeepTile(shared.tile[threadIdx.x / 32 - 4], next);
     BarrierWait(&shared.full_kv, tile_parity);
     tile_parity ^= 1;
-    const Sm90KeyTile& tile = shared.tile;
-    const int steps = tile.steps_per_head * group_size;
-    if (steps == 0) break;
     // In registers: `tile` is for steps in which some query does not see some key.
     const int seen_from = tile.seen_from, seen_to = tile.seen_to, end_query = tile.end_query;
-    const auto sees = [&](int query, int key) {
-      return key < tile.keys && query >= tile.QueryBegin(key) && query < tile.QueryEnd(key);
-    };
     int query = tile.first_query;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -257,10 +247,11 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
       // Not from the other consumer alone: one that does more falls behind, and then computes while
       // the other multiplies.
       const int first_key = tile.first_row + 64 * consumer;
-      const bool masked = hides_some && (query < tile.SeenFrom(first_key + 63) ||
-                                         query + Config::kQueries > tile.QueryEnd(first_key));
+      const bool masked =
+          hides_some && (query < tile.AllSeenFrom<kPrefix>(first_key, first_key + 63) ||
+                         query + Config::kQueries > tile.QueryEnd<kPrefix>(first_key));
       if (masked) {
-        ClearUnseen(s, tile, tile.first_row + row_in_tile, query, lane);
+        ClearUnseen<kPrefix>(s, tile, tile.first_row + row_in_tile, query, lane);
       }
       PackOperand<T>(s, p_operand);
       // Where some key is not seen by all queries, both operands of the next products are cleared
@@ -307,7 +298,7 @@ __device__ __forceinline__ void ConsumeKeyValueGrad(
             d, rows, tensor, tile.batch, p.seq_q, p.heads, dim,
             tile.head * group_size + step / tile.steps_per_head, query, kClearBarrier,
             [&](int r, int row) {
-              return sees(query + row, tile.first_row + row_in_tile + 8 * r);
+              return tile.Sees<kPrefix>(query + row, tile.first_row + row_in_tile + 8 * r);
             });
       };
       if (cleared_do) spread(dv, shared.not_finite_do, a.doutput, p.value_dim);

@@ -8,8 +8,11 @@
 
 namespace tf_ops {
 
-// What both warpgroups do alike. kRole is 0 for dV, 1 for dK.
-template <typename T, int kHeadDim>
+// Named barriers, one for each stage: the probabilities are there; they have been read.
+constexpr int kFullProbabilities = kClearBarrier + 3, kEmptyProbabilities = kClearBarrier + 5;
+
+// What both warpgroups do alike.
+template <typename T, int kHeadDim, bool kPrefix>
 struct Sm90OneGrad {
   using Config = Sm90KeyValueGrad<kHeadDim>;
   using Shared = typename Config::template Shared<T>;
@@ -65,20 +68,17 @@ struct Sm90OneGrad {
                                                 int head, int query, int first_key, int barrier) {
     SpreadNonFinite<Config::kQueries, kHeadDim, 128, T>(
         d, rows, tensor, tile.batch, p.seq_q, p.heads, dim, head, query, barrier,
-        [&](int r, int row) {
-          return query + row >= tile.SeenFrom(first_key + 8 * r) &&
-                 query + row < tile.QueryEnd(first_key + 8 * r);
-        });
+        [&](int r, int row) { return tile.Sees<kPrefix>(query + row, first_key + 8 * r); });
   }
 };
 
 // P and dV.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ConsumeValueGrad(
     const Sm90BackwardArguments& a,
     typename Sm90KeyValueGrad<kHeadDim>::template Shared<T>& shared) {
   using Config = Sm90KeyValueGrad<kHeadDim>;
-  using Grad = Sm90OneGrad<T, kHeadDim>;
+  using Grad = Sm90OneGrad<T, kHeadDim, kPrefix>;
   const AttentionProblem& p = a.problem;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int row_in_tile = 16 * warp + lane / 4;
@@ -92,12 +92,14 @@ __device__ __forceinline__ void ConsumeValueGrad(
   uint32_t operand[Config::kQueries / 16][4];
   RingPosition at;
   uint32_t tile_parity = 0;
-  for (;;) {
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90KeyTile next = Sm90KeyTile::At<kHeadDim, kPrefix>(a, index);
+    const int steps = next.steps_per_head * group_size;
+    if (steps == 0) continue;
+    const Sm90KeyTile& tile = KeepTile(shared.tile[threadIdx.x / 32 - 4], next);
     BarrierWait(&shared.full_kv, tile_parity);
     tile_parity ^= 1;
-    const Sm90KeyTile& tile = shared.tile;
-    const int steps = tile.steps_per_head * group_size;
-    if (steps == 0) break;
     int query = tile.first_query;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -110,14 +112,15 @@ __device__ __forceinline__ void ConsumeValueGrad(
       }
       const bool hides_some = Grad::HidesSome(tile, query);
       if (hides_some) {
-        ClearUnseen(s, tile, tile.first_row + row_in_tile, query, lane);
+        ClearUnseen<kPrefix>(s, tile, tile.first_row + row_in_tile, query, lane);
       }
       PackOperand<T>(s, operand);
+      NamedBarrierSync(kEmptyProbabilities + at.stage, 256);
 #pragma unroll
       for (int i = 0; i < Config::kQueries / 4; ++i) {
         shared.p[at.stage][i][threadIdx.x % 128] = operand[i / 4][i % 4];
       }
-      release(&shared.full_p[at.stage]);
+      NamedBarrierArrive(kFullProbabilities + at.stage, 256);
       bool cleared = false, cleared_q = false;
       BarrierWait(&shared.full_do[at.stage], at.parity);
       if (hides_some) {
@@ -142,12 +145,12 @@ __device__ __forceinline__ void ConsumeValueGrad(
 }
 
 // dS and dK.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ConsumeKeyGrad(
     const Sm90BackwardArguments& a,
     typename Sm90KeyValueGrad<kHeadDim>::template Shared<T>& shared) {
   using Config = Sm90KeyValueGrad<kHeadDim>;
-  using Grad = Sm90OneGrad<T, kHeadDim>;
+  using Grad = Sm90OneGrad<T, kHeadDim, kPrefix>;
   const AttentionProblem& p = a.problem;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int row_in_tile = 16 * warp + lane / 4;
@@ -156,16 +159,19 @@ __device__ __forceinline__ void ConsumeKeyGrad(
     __syncwarp();
     if (lane == 0) BarrierArrive(barrier);
   };
+  for (int i = 0; i < Config::kStages; ++i) NamedBarrierArrive(kEmptyProbabilities + i, 256);
   float dk[kHeadDim / 2], dp[Config::kQueries / 2];
   uint32_t operand[Config::kQueries / 16][4];
   RingPosition at;
   uint32_t tile_parity = 0;
-  for (;;) {
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90KeyTile next = Sm90KeyTile::At<kHeadDim, kPrefix>(a, index);
+    const int steps = next.steps_per_head * group_size;
+    if (steps == 0) continue;
+    const Sm90KeyTile& tile = KeepTile(shared.tile[threadIdx.x / 32 - 4], next);
     BarrierWait(&shared.full_kv, tile_parity);
     tile_parity ^= 1;
-    const Sm90KeyTile& tile = shared.tile;
-    const int steps = tile.steps_per_head * group_size;
-    if (steps == 0) break;
     int query = tile.first_query;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -174,7 +180,7 @@ __device__ __forceinline__ void ConsumeKeyGrad(
       const bool hides_some = Grad::HidesSome(tile, query);
       bool cleared_do = false, cleared = false;
       BarrierWait(&shared.full_q[at.stage], at.parity);
-      BarrierWait(&shared.full_p[at.stage], at.parity);
+      NamedBarrierSync(kFullProbabilities + at.stage, 256);
       if (hides_some) {
         Grad::Clear(shared, at.stage, tile.queries - query, &cleared_do, &cleared);
       }
@@ -190,6 +196,7 @@ __device__ __forceinline__ void ConsumeKeyGrad(
           if (weights.y == 0.0f || SeesOneKey(of.y)) dp[2 * i + 1] = 0.0f;
         }
       }
+      NamedBarrierArrive(kEmptyProbabilities + at.stage, 256);
       release(&shared.empty_do[at.stage]);
       PackOperand<T>(dp, operand);
       Grad::AddOverQueries(dk, operand, shared.q[at.stage], step > 0);

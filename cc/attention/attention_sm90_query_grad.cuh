@@ -12,21 +12,17 @@ struct Sm90QueryGrad;
 struct Sm90QueryTile : Sm90HeadRows, Sm90Visibility {
   int first_block, end_block;  // key blocks that some query sees; end_block is 0 if there are none
 
-  template <int kHeadDim>
+  template <int kHeadDim, bool kPrefix>
   static __device__ Sm90QueryTile At(const Sm90BackwardArguments& a, int index) {
     using Config = Sm90QueryGrad<kHeadDim>;
     const Sm90HeadRows rows(a, index, int(a.problem.heads), Config::kQueries, true);
-    Sm90QueryTile tile{rows, Sm90Visibility(a.problem, rows.batch)};
+    Sm90QueryTile tile{rows, Sm90Visibility(a.problem, a.key_masks, rows.batch)};
     const int last_row = min(tile.first_row + Config::kQueries, tile.queries) - 1;
-    const int begin = tile.KeyBegin(tile.first_row), end = tile.KeyEnd(last_row);
+    const int begin = tile.KeyBegin<kPrefix>(tile.first_row), end = tile.KeyEnd(last_row);
     tile.first_block = begin / Config::kKeys;
     tile.end_block =
         last_row < tile.first_row || end <= begin ? 0 : (end + Config::kKeys - 1) / Config::kKeys;
     return tile;
-  }
-  // The end of the keys that all queries from this one to the last see.
-  __device__ int SeenTo(int first_query, int last_query) const {
-    return last_query < queries ? KeyEnd(first_query) : 0;
   }
 };
 
@@ -43,11 +39,11 @@ struct Sm90QueryGrad {
     uint64_t full_q, empty_q, full_out[2];
     uint64_t full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
     RowBits<kKeys> not_finite;
-    Sm90QueryTile tile;  // without keys: there are no more
+    Sm90QueryTile tile[8];  // of each consumer warp
   };
 };
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ProduceQueryGrad(
     const Sm90BackwardArguments& a, const CUtensorMap& query_map, const CUtensorMap& key_map,
     const CUtensorMap& value_map, const CUtensorMap& doutput_map,
@@ -58,12 +54,11 @@ __device__ __forceinline__ void ProduceQueryGrad(
   uint32_t tile_parity = 0;
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
+    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim, kPrefix>(a, index);
     if (tile.end_block == 0) continue;
     const int kv_head = tile.head / group_size;
     BarrierWait(&shared.empty_q, tile_parity ^ 1);
     tile_parity ^= 1;
-    shared.tile = tile;
     BarrierExpectBytes(&shared.full_q, sizeof shared.q + sizeof shared.d_o);
     LoadPanels<kHeadDim>(shared.q, Config::kQueries, query_map, &shared.full_q, tile.head,
                          tile.first_row, tile.batch);
@@ -81,12 +76,9 @@ __device__ __forceinline__ void ProduceQueryGrad(
       at.Advance<Config::kStages>();
     }
   }
-  BarrierWait(&shared.empty_q, tile_parity ^ 1);
-  shared.tile.end_block = 0;
-  BarrierArrive(&shared.full_q);
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void StoreQueryGrad(
     const Sm90BackwardArguments& a, const CUtensorMap& dquery_map,
     typename Sm90QueryGrad<kHeadDim>::template Shared<T>& shared) {
@@ -94,7 +86,7 @@ __device__ __forceinline__ void StoreQueryGrad(
   uint32_t parity = 0;
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
+    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim, kPrefix>(a, index);
     if (tile.end_block == 0) continue;
 #pragma unroll 1
     for (int consumer = 0; consumer < 2; ++consumer) {
@@ -110,19 +102,19 @@ __device__ __forceinline__ void StoreQueryGrad(
 }
 
 // Zeroes the tiles in which no query sees a key, by the 64 threads of two warps.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ZeroQueryGrad(const Sm90BackwardArguments& a) {
   const AttentionProblem& p = a.problem;
   TileSchedule schedule;
   for (int index; (index = schedule.Next()) < a.tiles;) {
-    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim>(a, index);
+    const Sm90QueryTile tile = Sm90QueryTile::At<kHeadDim, kPrefix>(a, index);
     if (tile.end_block > 0) continue;
     ZeroRows<T>(a.dquery, tile.batch, p.seq_q, p.heads, p.head_dim, tile.head, tile.first_row,
                 Sm90QueryGrad<kHeadDim>::kQueries);
   }
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __device__ __forceinline__ void ConsumeQueryGrad(
     const Sm90BackwardArguments& a, typename Sm90QueryGrad<kHeadDim>::template Shared<T>& shared) {
   using Config = Sm90QueryGrad<kHeadDim>;
@@ -156,12 +148,14 @@ __device__ __forceinline__ void ConsumeQueryGrad(
 
   RingPosition at;
   uint32_t tile_parity = 0;
-  for (;;) {
+  TileSchedule schedule;
+  for (int index; (index = schedule.Next()) < a.tiles;) {
+    const Sm90QueryTile next = Sm90QueryTile::At<kHeadDim, kPrefix>(a, index);
+    const int first_block = next.first_block, end_block = next.end_block;
+    if (end_block == 0) continue;
+    const Sm90QueryTile& tile = KeepTile(shared.tile[threadIdx.x / 32 - 4], next);
     BarrierWait(&shared.full_q, tile_parity);
     tile_parity ^= 1;
-    const Sm90QueryTile& tile = shared.tile;
-    const int first_block = tile.first_block, end_block = tile.end_block;
-    if (end_block == 0) break;
     const int64_t batch_head = int64_t{tile.batch} * p.heads + tile.head;
     float lse[2], delta[2];
 #pragma unroll
@@ -172,7 +166,8 @@ __device__ __forceinline__ void ConsumeQueryGrad(
     }
     // The keys that all queries see. In registers: `tile` is for the blocks beyond.
     const int last_row = tile.first_row + Config::kQueries - 1;
-    const int seen_from = tile.KeyBegin(last_row), seen_to = tile.SeenTo(tile.first_row, last_row);
+    const int seen_from = tile.AllSeeFrom<kPrefix>(last_row);
+    const int seen_to = tile.AllSeeTo<kPrefix>(tile.first_row, last_row);
 
 #pragma unroll 1
     for (int j = end_block - 1; j >= first_block; --j) {
@@ -194,16 +189,19 @@ __device__ __forceinline__ void ConsumeQueryGrad(
       // the other multiplies.
       const int first_row = tile.first_row + 64 * consumer;
       const bool masked =
-          hides_some && ((j + 1) * Config::kKeys > tile.SeenTo(first_row, first_row + 63) ||
-                         j * Config::kKeys < tile.KeyBegin(first_row + 63));
+          hides_some &&
+          ((j + 1) * Config::kKeys > tile.AllSeeTo<kPrefix>(first_row, first_row + 63) ||
+           j * Config::kKeys < tile.AllSeeFrom<kPrefix>(first_row + 63));
       if (masked) {
         const int row = tile.first_row + row_in_tile;
-        const int begins[2] = {tile.KeyBegin(row), tile.KeyBegin(row + 8)};
-        const int ends[2] = {tile.SeenTo(row, row), tile.SeenTo(row + 8, row + 8)};
+        const int begins[2] = {tile.KeyBegin<kPrefix>(row), tile.KeyBegin<kPrefix>(row + 8)};
+        const int ends[2] = {row < tile.queries ? tile.KeyEnd(row) : 0,
+                             row + 8 < tile.queries ? tile.KeyEnd(row + 8) : 0};
 #pragma unroll
         for (int i = 0; i < Config::kKeys / 2; ++i) {
           const int column = j * Config::kKeys + i / 4 * 8 + lane % 4 * 2 + i % 2;
           if (column < begins[i / 2 % 2] || column >= ends[i / 2 % 2]) s[i] = 0.0f;
+          if (!kPrefix && tile.bits && !tile.HasBit(column)) s[i] = 0.0f;
         }
       }
       WgmmaWait<0>();
@@ -241,9 +239,8 @@ __device__ __forceinline__ void ConsumeQueryGrad(
             dq, shared.not_finite, p.key, tile.batch, p.seq_k, p.kv_heads, p.head_dim,
             tile.head / int(p.heads / p.kv_heads), j * Config::kKeys, kClearBarrier,
             [&](int r, int key_row) {
-              const int row = tile.first_row + row_in_tile + 8 * r;
-              const int key = j * Config::kKeys + key_row;
-              return key >= tile.KeyBegin(row) && key < tile.SeenTo(row, row);
+              return tile.Sees<kPrefix>(tile.first_row + row_in_tile + 8 * r,
+                                        j * Config::kKeys + key_row);
             });
       }
       release(&shared.empty_k[at.stage]);
@@ -257,7 +254,7 @@ __device__ __forceinline__ void ConsumeQueryGrad(
   }
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPrefix>
 __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
     QueryGradSm90Kernel(const __grid_constant__ Sm90BackwardArguments a,
                         const __grid_constant__ CUtensorMap query_map,
@@ -286,15 +283,15 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
   if (threadIdx.x < 128) {
     RegistersDown<40>();
     if (threadIdx.x == 0) {
-      ProduceQueryGrad<T, kHeadDim>(a, query_map, key_map, value_map, doutput_map, shared);
+      ProduceQueryGrad<T, kHeadDim, kPrefix>(a, query_map, key_map, value_map, doutput_map, shared);
     } else if (threadIdx.x == 32) {
-      StoreQueryGrad<T, kHeadDim>(a, dquery_map, shared);
+      StoreQueryGrad<T, kHeadDim, kPrefix>(a, dquery_map, shared);
     } else if (threadIdx.x >= 64) {
-      ZeroQueryGrad<T, kHeadDim>(a);
+      ZeroQueryGrad<T, kHeadDim, kPrefix>(a);
     }
   } else {
     RegistersUp<232>();
-    ConsumeQueryGrad<T, kHeadDim>(a, shared);
+    ConsumeQueryGrad<T, kHeadDim, kPrefix>(a, shared);
   }
 #endif
 }

@@ -4,7 +4,7 @@
 
 namespace tf_ops {
 
-template Status AttentionForwardSm90<bf16, 128>(Gpu, const AttentionProblem&, bf16*, float*);
+template Status AttentionForwardSm90<bf16, 128>(Gpu, const AttentionProblem&, char*, bf16*, float*);
 template Status AttentionBackwardSm90<bf16, 128>(Gpu, const AttentionProblem&,
                                                  const AttentionGradients&);
 

@@ -4,7 +4,7 @@
 
 namespace tf_ops {
 
-template Status AttentionForwardSm90<half, 128>(Gpu, const AttentionProblem&, half*, float*);
+template Status AttentionForwardSm90<half, 128>(Gpu, const AttentionProblem&, char*, half*, float*);
 template Status AttentionBackwardSm90<half, 128>(Gpu, const AttentionProblem&,
                                                  const AttentionGradients&);
 
