@@ -162,9 +162,19 @@ __global__ void __launch_bounds__(256)
   }
   const unsigned group = 0xffu << (threadIdx.x % 32 / 8 * 8);
   for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(group, sum, step);
+  const AttentionPairs<T> pairs(p, b, h);
+  const int begin = pairs.KeyBegin(int(i)), end = pairs.KeyEnd(int(i), 1);
+  bool one_key = end - begin == 1;
+  if (p.mask) {  // which most often shows two keys before long
+    int seen = 0;
+    for (int j = begin; j < end && seen < 2; j += 8) {
+      const bool sees = j + lane < end && pairs.Visible(int(i), j + lane);
+      seen += __popc(__ballot_sync(group, sees) & group);
+    }
+    one_key = seen == 1;
+  }
   if (lane != 0) return;
   const int64_t at = (b * p.heads + h) * p.seq_q + i;
-  const AttentionPairs<T> pairs(p, b, h);
   const bool empty = lse[at] == -INFINITY || i >= pairs.q_len;
   const float of_lse = dlse ? dlse[at] : 0.0f;
   if (sink_terms) {
@@ -172,8 +182,7 @@ __global__ void __launch_bounds__(256)
     const float weight = lse[at] == -INFINITY ? 0.0f : expf(p.sink[h] - lse[at]);
     sink_terms[at] = i >= pairs.q_len ? of_lse : -weight * (sum - of_lse);
   }
-  const bool one_key =
-      of_lse == 0.0f && !p.sink && pairs.KeyEnd(int(i), 1) - pairs.KeyBegin(int(i)) == 1;
+  one_key = one_key && of_lse == 0.0f && !p.sink;
   if (key_tile > 0 && pairs.KeysInOneTile(int(i), key_tile)) sum = 0.0f;
   const float delta = one_key ? __uint_as_float(kOneKeyDelta) : sum - of_lse;
   rows[at] = empty ? AttentionRow{INFINITY, 0.0f}

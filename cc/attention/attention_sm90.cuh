@@ -80,6 +80,18 @@ struct Sm90Visibility {
     return query < queries && key >= KeyBegin<kPrefix>(query) && key < KeyEnd(query) &&
            (kPrefix || !bits || HasBit(key));
   }
+  __device__ bool SeesOneKey(int query) const {
+    const int begin = KeyBegin<false>(query), key_end = KeyEnd(query);
+    if (!bits) return key_end - begin == 1;
+    int seen = 0;
+    for (int word = begin / 32; word * 32 < key_end && seen < 2; ++word) {
+      uint32_t shown = bits[word];
+      if (word * 32 < begin) shown &= ~0u << begin % 32;
+      if (word * 32 + 32 > key_end) shown &= ~(~0u << key_end % 32);
+      seen += __popc(shown);
+    }
+    return seen == 1;
+  }
   // The keys [AllSeeFrom, AllSeeTo) are seen by all queries from the first to the last.
   template <bool kPrefix>
   __device__ int AllSeeFrom(int last_query) const {

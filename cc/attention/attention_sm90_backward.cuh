@@ -65,10 +65,8 @@ __global__ void __launch_bounds__(kSm90BackwardThreads, 1)
     RegistersUp<kHeadDim == 128 ? 240 : 232>();
     if constexpr (!Config::kOneEach) {
       ConsumeKeyValueGrad<T, kHeadDim, kPrefix>(a, shared);
-    } else if (__shfl_sync(0xffffffff, threadIdx.x / 128, 0) == 1) {
-      ConsumeValueGrad<T, kHeadDim, kPrefix>(a, shared);
     } else {
-      ConsumeKeyGrad<T, kHeadDim, kPrefix>(a, shared);
+      ConsumeOneKeyGrad<T, kHeadDim, kPrefix>(a, shared);
     }
   }
 #endif
@@ -101,8 +99,7 @@ __global__ void __launch_bounds__(256)
       g.sink_terms[of_row] = row >= visibility.queries ? of_lse : -weight * (sum - of_lse);
     }
     sum -= of_lse;
-    if (of_lse == 0.0f && !p.sink &&
-        visibility.KeyEnd(int(row)) - visibility.KeyBegin<false>(int(row)) == 1) {
+    if (of_lse == 0.0f && !p.sink && visibility.SeesOneKey(int(row))) {
       sum = __uint_as_float(kOneKeyDelta);
     }
     if (lse != -INFINITY) shift = lse * kLog2E;

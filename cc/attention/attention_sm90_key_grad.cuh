@@ -46,8 +46,9 @@ struct Sm90KeyValueGrad {
     float lse[kStages][kQueries], delta[kStages][kQueries];
     uint64_t full_kv, empty_kv, full_out[2];
     uint64_t full_q[kStages], full_do[kStages], empty_q[kStages];  // kOneEach: of q alone
-    uint64_t empty_do[kStages];                                    // for kOneEach
-    uint32_t p[kOneEach ? kStages : 1][kQueries / 4][128];         // for kOneEach: probabilities
+    // For kOneEach: probabilities.
+    alignas(16) uint32_t p[kOneEach ? kStages : 1][kQueries / 16][128][4];
+    uint64_t empty_do[kStages];
     RowBits<kQueries> not_finite_q, not_finite_do;
     Sm90KeyTile tile[8];  // of each consumer warp
   };
