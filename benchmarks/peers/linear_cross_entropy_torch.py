@@ -9,6 +9,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
+from timing_torch import compiled
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -192,8 +193,8 @@ def bench_linear_cross_entropy(library, measure):
         plain = lambda h, k: F.cross_entropy((h @ k).float(), labels, reduction="none")
         peers = {"torch": lambda: torch.autograd.grad(plain(*leaves), leaves, dloss)}
         if GPU:
-            compiled = torch.compile(plain)
-            peers["torch.compile"] = lambda: torch.autograd.grad(compiled(*leaves), leaves, dloss)
+            whole = compiled(plain)
+            peers["torch.compile"] = lambda: torch.autograd.grad(whole(*leaves), leaves, dloss)
         try:
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
