@@ -141,6 +141,7 @@ def check(library):
     sizes = [1, 2, 7, 16, 17, 31, 64, 100, 127, 1000, 2048, 2049, 4096, 4099]
     cases = list(itertools.product([1, 3, 70], sizes))
     cases += [(0, 5), (5, 32000), (3, 32769), (300, 32771), (2, 131073), (1, 1_000_003)]
+    cases += [(5000, 2051), (5000, 8192)] * ON_GPU
     for dtype, (tokens, classes) in itertools.product((torch.float32, *HALVES), cases):
         for options in OPTIONS if classes < 5000 else OPTIONS[:2]:
             labels, logits, dloss = draw(tokens, classes, dtype, options.get("ignore"))
