@@ -12,7 +12,7 @@ SHAPES = [
     (4096, 1000, tf.float32),
 ]
 if tf.config.list_physical_devices("GPU"):
-    SHAPES += [(8192, 32768, tf.bfloat16), (4096, 131072, tf.bfloat16)]
+    SHAPES += [(8192, c, tf.bfloat16) for c in (4096, 32768)] + [(4096, 131072, tf.bfloat16)]
 
 
 def with_gradient(loss_of):

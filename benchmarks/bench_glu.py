@@ -7,7 +7,8 @@ from tf_ops import gated_linear_unit
 from tf_ops.benchmarking import Case, compiled, main, with_gradients
 
 GPU = bool(tf.config.list_physical_devices("GPU"))
-SHAPES = [(16384, c) for c in (1024, 4096, 8192)] if GPU else [(8, 64), (4096, 1024)]
+SHAPES = [(16384, c) for c in (1024, 4096, 8192)] + [(4096, 16384)]
+SHAPES = SHAPES if GPU else [(8, 64), (4096, 1024)]
 DTYPES = [tf.bfloat16] if GPU else [tf.float32, tf.bfloat16]
 STOCK = {
     "silu": tf.nn.silu,

@@ -8,7 +8,8 @@ from tf_ops import layer_normalization, rms_normalization
 from tf_ops.benchmarking import Case, compiled, main, with_gradients
 
 GPU = bool(tf.config.list_physical_devices("GPU"))
-SHAPES = [(16384, c) for c in (1024, 4096, 8192)] if GPU else [(4096, 1024), (65536, 128)]
+SHAPES = [(16384, c) for c in (1024, 4096, 8192)] + [(4096, 16384)]
+SHAPES = SHAPES if GPU else [(4096, 1024), (65536, 128)]
 DTYPES = [tf.bfloat16] if GPU else [tf.float32, tf.bfloat16]
 
 

@@ -93,24 +93,32 @@ ROWWISE = {
     "softmax": ("softmax", "softmax 16384x4096"),
 }
 CONTENDERS = {
+    "stock graph": ("stock TensorFlow", "#8e6c8a"),
+    "stock xla": ("stock XLA", "#5b9279"),
     "torch": ("PyTorch", "#9aa0a6"),
     "torch.compile": ("torch.compile", "#c9ccd1"),
     "liger": ("Liger", "#d0b48a"),
     "ours": NAMES["tf_ops"],
 }
+# Of these TensorFlow's gradient is measured together with the forward pass.
+TOGETHER = ("normalization", "softmax")
 
 
 def draw_rowwise():
     files = {name: json.loads((RESULTS / f"{name}_h200.json").read_text())
              for name in {file for file, _ in ROWWISE.values()}}  # fmt: skip
-    figure, axes = plt.subplots(1, 2, figsize=(13, 3.6), sharey=True)
-    for axis, direction in zip(axes, ("forward", "backward")):
-        for i, (file, what) in enumerate(ROWWISE.values()):
+    figure, axes = plt.subplots(1, 3, figsize=(15, 3.8), sharey=True)
+    for axis, direction in zip(axes, ("forward", "backward", "forward and backward")):
+        drawn = {label: at for label, at in ROWWISE.items()
+                 if direction != "forward and backward" or at[0] in TOGETHER}  # fmt: skip
+        width = 0.84 / len(CONTENDERS)
+        for i, (file, what) in enumerate(drawn.values()):
             shares = {row["contender"]: row["share"] for row in files[file]["rows"]
                       if row["what"] == f"{what} {direction}"}  # fmt: skip
             for j, (key, (_, color)) in enumerate(CONTENDERS.items()):
-                axis.bar(i + 0.2 * j - 0.3, 100 * shares.get(key, 0), 0.19, color=color)
-        axis.set_xticks(range(len(ROWWISE)), ROWWISE)
+                at = i + width * (j - (len(CONTENDERS) - 1) / 2)
+                axis.bar(at, 100 * shares.get(key, 0), 0.95 * width, color=color)
+        axis.set_xticks(range(len(drawn)), drawn)
         axis.set_title(direction, fontsize=11)
         axis.set_ylim(0, 105)
         axis.axhline(100, color="#dddddd", linewidth=1, zorder=0)
@@ -118,11 +126,11 @@ def draw_rowwise():
     axes[0].set_ylabel("% of the copy bandwidth")
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for _, color in CONTENDERS.values()]
     labels = [label for label, _ in CONTENDERS.values()]
-    axes[1].legend(handles, labels, frameon=False, ncols=4, loc="upper right", fontsize=8)
+    figure.legend(handles, labels, frameon=False, ncols=6, loc="lower center", fontsize=9)
     figure.suptitle("Row-wise operations, bfloat16, 16,384 x 4,096 elements (RoPE: 16,384 tokens); "
                     "NVIDIA H200", fontsize=11)  # fmt: skip
-    figure.tight_layout()
-    figure.savefig(RESULTS / "rowwise_h200.png", dpi=130)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(RESULTS / "rowwise_h200.png", dpi=110)
 
 
 def main():

@@ -80,8 +80,11 @@ def test_sizes(classes, dtype):
         check(labels, logits, "eager", **OPTIONS)
 
 
-# A few rows are shared out; many are not. Liger#1252: beyond 65536 classes a broken path ran.
-@pytest.mark.parametrize("tokens, classes", [(3, 32000), (40, 32001), (300, 32771), (2, 131073)])
+# A few rows are shared out; many are not, and of thousands a warp takes each. Liger#1252: beyond
+# 65536 classes a broken path ran.
+@pytest.mark.parametrize(
+    "tokens, classes", [(3, 32000), (40, 32001), (300, 32771), (2, 131073), (5000, 2051)]
+)
 def test_many_classes(tokens, classes):
     labels, logits = draw([tokens], classes, tf.bfloat16, ignore_class=-100)
     check(labels, logits, "eager", **OPTIONS)

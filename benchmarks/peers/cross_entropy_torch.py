@@ -5,7 +5,7 @@
     python3 benchmarks/peers/cross_entropy_torch.py --bench OUT.json  # on a GPU
 
 Calls build/libtf_ops_kernels.so on PyTorch's tensors. Without a GPU --check runs the CPU
-launchers.
+launchers. With --wait everything is called once, and measured when a line of standard input comes.
 """
 
 import argparse
@@ -14,12 +14,12 @@ import itertools
 import json
 import math
 import pathlib
-import statistics
 import subprocess
 import sys
 
 import torch
 import torch.nn.functional as F
+from timing_torch import await_turn, compiled, milliseconds, once
 
 LIBRARY = pathlib.Path(__file__).parents[2] / "build/libtf_ops_kernels.so"
 FORWARD = b"TfOps>SparseSoftmaxCrossEntropy"
@@ -141,6 +141,7 @@ def check(library):
     sizes = [1, 2, 7, 16, 17, 31, 64, 100, 127, 1000, 2048, 2049, 4096, 4099]
     cases = list(itertools.product([1, 3, 70], sizes))
     cases += [(0, 5), (5, 32000), (3, 32769), (300, 32771), (2, 131073), (1, 1_000_003)]
+    cases += [(5000, 2051), (5000, 8192)] * ON_GPU
     for dtype, (tokens, classes) in itertools.product((torch.float32, *HALVES), cases):
         for options in OPTIONS if classes < 5000 else OPTIONS[:2]:
             labels, logits, dloss = draw(tokens, classes, dtype, options.get("ignore"))
@@ -228,19 +229,6 @@ def check_long(library):
     return "" if same else "more than 2^31 logits\n"
 
 
-def milliseconds(fn, calls=20):
-    """Median of single calls, each after the last has left the caches to others' data."""
-    for _ in range(3):
-        fn()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(calls)]
-    for begin, end in events:
-        begin.record()
-        fn()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
-
-
 def contenders(library, tokens, classes):
     """Functions by name, as forward, gradient and both; the data exceeds the caches."""
     labels, logits = (
@@ -256,7 +244,7 @@ def contenders(library, tokens, classes):
 
     stock = lambda x: F.cross_entropy(x, labels, reduction="none")
     leaf = logits.detach().requires_grad_()
-    for name, fn in (("torch", stock), ("torch.compile", torch.compile(stock))):
+    for name, fn in (("torch", stock), ("torch.compile", compiled(stock))):
 
         def run_forward(fn=fn):
             with torch.no_grad():
@@ -288,32 +276,30 @@ def contenders(library, tokens, classes):
     yield "liger (mean)", None, None, liger
 
 
-def bench(library, path):
-    import torch._functorch.config
+def measurements(library, measure):
+    """Yields tokens, classes, contender, what, passes over the logits, milliseconds."""
+    for tokens, classes in ((8192, 4096), (8192, 32768), (4096, 131072)):
+        for name, *functions in contenders(library, tokens, classes):
+            for what, passes, fn in zip(("forward", "gradient", "both"), (1, 2, 3), functions):
+                if fn is not None:
+                    yield tokens, classes, name, what, passes, measure(fn)
+        torch.cuda.empty_cache()
 
-    torch._functorch.config.donated_buffer = False  # lets a graph be kept for many gradients
+
+def bench(library, path, wait):
+    if wait:
+        for _ in measurements(library, once):
+            pass
+        await_turn()
     from_to = torch.empty(2, 2**30, dtype=torch.uint8, device=DEVICE)
     copy = from_to.numel() / milliseconds(lambda: from_to[1].copy_(from_to[0])) / 1e9  # TB/s
     rows = []
-    for tokens, classes in ((8192, 32768), (4096, 131072)):
+    for tokens, classes, name, what, passes, ms in measurements(library, milliseconds):
         size = 2 * tokens * classes
-        for name, *functions in contenders(library, tokens, classes):
-            for what, passes, fn in zip(("forward", "gradient", "both"), (1, 2, 3), functions):
-                if fn is None:
-                    continue
-                try:
-                    ms = milliseconds(fn)
-                except RuntimeError as error:
-                    print(f"{name} {what}: {error}", file=sys.stderr)
-                    continue
-                floor = passes * size / copy / 1e9
-                rows.append({"tokens": tokens, "classes": classes, "contender": name, "what": what})
-                rows[-1].update(ms=ms, TBps=passes * size / ms / 1e9, share_of_floor=floor / ms)
-                print(
-                    f"{tokens}x{classes} {name:14} {what:9} {ms:7.3f} ms {floor / ms:6.1%}",
-                    flush=True,
-                )
-        torch.cuda.empty_cache()
+        floor = passes * size / copy / 1e9
+        rows.append({"tokens": tokens, "classes": classes, "contender": name, "what": what})
+        rows[-1].update(ms=ms, TBps=passes * size / ms / 1e9, share_of_floor=floor / ms)
+        print(f"{tokens}x{classes} {name:14} {what:9} {ms:7.3f} ms {floor / ms:6.1%}", flush=True)
     query = "name,driver_version,clocks.sm,clocks.mem,power.draw"
     report = {
         "benchmark": "cross_entropy, bfloat16, against PyTorch",
@@ -334,12 +320,13 @@ def main():
     parser.add_argument("--library", default=LIBRARY)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--bench", metavar="OUT.json")
+    parser.add_argument("--wait", action="store_true", help="compile, then wait for a line")
     arguments = parser.parse_args()
     library = ctypes.CDLL(str(arguments.library))
     library.tf_ops_run.restype = ctypes.c_char_p
     failed = arguments.check and check(library)
     if arguments.bench:
-        bench(library, arguments.bench)
+        bench(library, arguments.bench, arguments.wait)
     return failed
 
 

@@ -5,7 +5,8 @@
     python benchmarks/peers/rowwise_torch.py --bench OUT.json   milliseconds and TB/s on a GPU
 
 Loads build/libtf_ops_kernels.so. Without a GPU --check runs the CPU launchers, and --bench a few
-small shapes, as a rehearsal. A family adds its checks to CHECKS and its benchmarks to BENCHMARKS.
+small shapes, as a rehearsal. With --wait everything is called once, and measured when a line of
+standard input comes. A family adds its checks to CHECKS and its benchmarks to BENCHMARKS.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import statistics
 import subprocess
 import sys
 import time
@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from group_normalization_torch import bench_group_normalization, check_group_normalization
 from linear_cross_entropy_torch import bench_linear_cross_entropy, check_linear_cross_entropy
 from softmax_torch import bench_softmax, check_softmax
+from timing_torch import await_turn, compiled, milliseconds, once
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "build" / "libtf_ops_kernels.so"
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-SECONDS = 70  # torch.compile is left out of what comes later
 
 # tf_ops::DType
 DTYPES = {
@@ -313,11 +313,8 @@ def normalization_peers(layer, shape, epsilon):
         )
     except ImportError:
         pass
-    if GPU and time.time() - START < SECONDS:
-        import torch._functorch.config
-
-        torch._functorch.config.donated_buffer = False
-        peers["torch.compile"] = torch.compile(plain)
+    if GPU:
+        peers["torch.compile"] = compiled(plain)
     return peers
 
 
@@ -348,14 +345,6 @@ def check_all(name, calls, library):
             print("FAILED", call, problems, flush=True)
     print(f"{name}: {count} cases, {failures} failures", flush=True)
     return failures
-
-
-def compiled(fn):
-    """fn by torch.compile, its gradient one that can be called again."""
-    from torch._functorch import config
-
-    config.donated_buffer = False
-    return torch.compile(fn)
 
 
 # Gated linear units
@@ -448,6 +437,8 @@ def bench_gated_linear_unit(library, measure):
     """Yields rows: what, contender, milliseconds, bytes that must move."""
     shapes = [(16384, 1024), (16384, 4096), (16384, 8192), (4096, 16384)] if GPU else [(64, 1024)]
     for shape, activation in itertools.product(shapes, ["silu", "gelu", "gelu_tanh"]):
+        if activation != "silu" and shape[1] != 4096 and GPU:
+            continue
         for packed in [False, True]:
             g = GatedLinearUnit(activation, shape, torch.bfloat16, packed)
             size = g.dy.numel() * g.dy.element_size()
@@ -475,7 +466,7 @@ def gated_linear_unit_peers(g):
             peers["liger"] = liger[g.activation].apply
     except ImportError:
         pass
-    if GPU and time.time() - START < SECONDS:
+    if GPU:
         peers["torch.compile"] = compiled(g.formula)
     return peers
 
@@ -636,7 +627,7 @@ def rotary_embedding_peers(r):
             peers["liger"] = forward, grad
     except ImportError:
         pass
-    if GPU and time.time() - START < SECONDS:
+    if GPU:
         peers["torch.compile"] = peer(compiled(both))
     return peers
 
@@ -660,20 +651,6 @@ BENCHMARKS = {
 START = time.time()
 
 
-def milliseconds(fn):
-    """The median by CUDA events, the second-level cache flushed in between."""
-    if GPU:
-        from triton.testing import do_bench
-
-        return do_bench(fn, warmup=20, rep=80, return_mode="median")
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        fn()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
 def copying(size):
     """A function that copies `size` bytes."""
     a = torch.empty(size, dtype=torch.uint8, device=DEVICE)
@@ -681,8 +658,13 @@ def copying(size):
     return lambda: b.copy_(a)
 
 
-def bench(path, families):
+def bench(path, families, wait):
     library, size = Library(), 2**30 if GPU else 2**24
+    if wait:
+        for name in families:
+            for _ in BENCHMARKS[name](library, once):
+                pass
+        await_turn()
     copy = 2 * size / milliseconds(copying(size)) / 1e9
     print(f"copy: {copy:.2f} TB/s")
     rows, copies = [], {}
@@ -716,6 +698,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--bench", metavar="OUT.json")
+    parser.add_argument("--wait", action="store_true", help="compile, then wait for a line")
     parser.add_argument("--only", choices=CHECKS, help="one family")
     arguments = parser.parse_args()
     families = [arguments.only] if arguments.only else list(CHECKS)
@@ -723,7 +706,7 @@ def main():
     if arguments.check:
         failures = sum(CHECKS[name](Library()) for name in families)
     if arguments.bench:
-        bench(arguments.bench, families)
+        bench(arguments.bench, families, arguments.wait)
     print(f"{time.time() - START:.0f} s")
     return failures > 0
 

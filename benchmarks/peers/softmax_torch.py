@@ -4,6 +4,7 @@
 import itertools
 
 import torch
+from timing_torch import compiled
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -91,7 +92,7 @@ def bench_softmax(library, measure):
             plain = lambda x, mask=mask: torch.softmax(
                 x if mask is None else x.masked_fill(~mask, -torch.inf), -1
             )
-            for contender, fn in {"torch": plain, "torch.compile": torch.compile(plain)}.items():
+            for contender, fn in {"torch": plain, "torch.compile": compiled(plain)}.items():
                 if not GPU and contender != "torch":
                     continue
                 leaf = x.detach().requires_grad_()

@@ -23,7 +23,7 @@ struct OutputPointers {
 template <int kVec, typename T>
 __device__ FloatVector<kVec> ReadVector(const T* in, int64_t v) {
   FloatVector<kVec> x;
-  Unpack<T, kVec>(__ldcs(reinterpret_cast<const Raw<T, kVec>*>(in) + v), x.at);
+  Unpack<T, kVec>(reinterpret_cast<const Raw<T, kVec>*>(in)[v], x.at);
   return x;
 }
 

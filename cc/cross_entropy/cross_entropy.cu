@@ -288,6 +288,8 @@ __global__ void __launch_bounds__(kGroup > kThreads ? kGroup : kThreads)
   const int lane = threadIdx.x % kGroup;
   const int64_t token = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kGroup;
   if (token >= p.tokens) return;
+  // All asked for at once, before the label is needed.
+  const float d = dloss[token], m = max[token], l = log_sum[token];
   const int64_t label = Label(p, token), place = Place(p, label), all_classes = AllClasses(p);
   const T* row = logits + token * p.classes;
   T* drow = dlogits + token * p.classes;
@@ -308,7 +310,6 @@ __global__ void __launch_bounds__(kGroup > kThreads ? kGroup : kThreads)
     return;
   }
 
-  const float d = dloss[token], m = max[token], l = log_sum[token];
   const float factor = p.z_loss > 0.0f ? d * (1.0f + 2.0f * p.z_loss * (m + l)) : d;
   const TokenGradient<kCapped> gradient = {
       m, label >= 0 && label < all_classes ? factor * expf(-l) : NAN,
@@ -342,11 +343,13 @@ __global__ void __launch_bounds__(kGroup > kThreads ? kGroup : kThreads)
   }
 }
 
-// Calls launch(kGroup, kCapped, grid, block) with the number of threads that suits the rows.
+// Calls launch(kGroup, kCapped, grid, block) with the number of threads that suits the rows. A warp
+// a row never waits for other warps; there must be as many rows as keep the GPU busy.
 template <int kMaxGroup, typename Launch>
 Status WithGroups(const CrossEntropyProblem& p, const Launch& launch) {
+  const bool many = p.tokens >= 32 * CurrentDevice().multiprocessors;
   const int group = p.classes <= 16                            ? 4
-                    : p.classes <= 2048                        ? 32
+                    : p.classes <= (many ? 8192 : 2048)        ? 32
                     : p.tokens < 256 && p.classes >= (1 << 15) ? 1024
                                                                : 256;
   return DispatchInt<4, 32, 256, 1024>("cross_entropy: threads per row", group, [&](auto n) {

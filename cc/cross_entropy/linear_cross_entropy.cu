@@ -65,7 +65,10 @@ __global__ void __launch_bounds__(kThreads)
   const bool aligned = first % kSize == 0;
   const int64_t packs_per_row = p.width / kSize, packs = p.rows * packs_per_row;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < packs; i += stride) {
-    const int64_t row = i / packs_per_row, pack = i % packs_per_row;
+    // Divisions of 64 bits are slow.
+    const int64_t row =
+        packs <= INT32_MAX ? uint32_t(i) / uint32_t(packs_per_row) : i / packs_per_row;
+    const int64_t pack = i - row * packs_per_row;
     const auto in = reinterpret_cast<const Pack<From, kSize>*>(block)[i];
     Pack<To, kSize> out;
 #pragma unroll
@@ -99,11 +102,11 @@ Status LinearCrossEntropyHiddenGrad(Gpu gpu, TensorView sum, TensorView rest, Te
       return CudaStatus();
     };
     const auto with = [&](auto of_sum) {
-      const int64_t bytes = 4 * sizeof(of_sum);
-      const bool whole = sum.size() % 4 == 0 && Aligned(bytes, sum.data, new_sum.data) &&
-                         Aligned(8, rest.data, new_rest.data) &&
-                         Aligned(4 * sizeof(T), addend.data);
-      return whole ? launch(of_sum, std::integral_constant<int, 4>{})
+      constexpr int kSize = 16 / sizeof(of_sum);
+      const bool whole = sum.size() % kSize == 0 && Aligned(16, sum.data, new_sum.data) &&
+                         Aligned(2 * kSize, rest.data, new_rest.data) &&
+                         Aligned(kSize * sizeof(T), addend.data);
+      return whole ? launch(of_sum, std::integral_constant<int, kSize>{})
                    : launch(of_sum, std::integral_constant<int, 1>{});
     };
     return sum.dtype == DType::kFloat32 ? with(0.0f) : with(uint16_t{0});
@@ -131,10 +134,10 @@ Status LinearCrossEntropyKernelGrad(Gpu gpu, TensorView whole, TensorView block,
                 block.as<const From>(), span.as<const int64_t>(), p, new_whole.as<To>());
         return CudaStatus();
       };
-      const bool packed = p.width % 4 == 0 && p.cols % 4 == 0 &&
-                          Aligned(4 * sizeof(From), block.data) &&
-                          Aligned(4 * sizeof(To), new_whole.data);
-      return packed ? launch(std::integral_constant<int, 4>{})
+      constexpr int kSize = 16 / sizeof(To);
+      const bool packed = p.width % kSize == 0 && p.cols % kSize == 0 &&
+                          Aligned(kSize * sizeof(From), block.data) && Aligned(16, new_whole.data);
+      return packed ? launch(std::integral_constant<int, kSize>{})
                     : launch(std::integral_constant<int, 1>{});
     });
   });

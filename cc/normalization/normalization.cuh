@@ -24,6 +24,13 @@ __device__ void LoadWeights(const void* weights, bool is_float, int64_t at, floa
   }
 }
 
+// Keeps the compiler from unpacking once what a loop unpacks each time.
+__device__ inline void KeepRaw(uint4& v) {
+  asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+}
+__device__ inline void KeepRaw(uint32_t& v) { asm volatile("" : "+r"(v)); }
+__device__ inline void KeepRaw(uint16_t& v) { asm volatile("" : "+h"(v)); }
+
 // The row of the weights that a row takes. Divisions of 64 bits are slow.
 __device__ inline int64_t GroupOf(const NormalizationProblem& p, int64_t row) {
   if (p.groups == 1) return 0;

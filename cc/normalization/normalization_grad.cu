@@ -19,10 +19,18 @@ __device__ void StartCopy(Vector* to, const Vector* from) {
   }
 }
 
-// Keeps the compiler from unpacking once what a loop unpacks each time.
-__device__ void KeepRaw(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
-__device__ void KeepRaw(uint32_t& v) { asm volatile("" : "+r"(v)); }
-__device__ void KeepRaw(uint16_t& v) { asm volatile("" : "+h"(v)); }
+// From Hopper on a kernel that is launched to do so may begin while the one before still runs: once
+// all blocks of that have allowed it, or ended. Until the wait it sees nothing of their results.
+__device__ void LetNextKernelBegin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ void WaitForKernelBefore() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // What the gradient needs to know of a row.
 struct RowStats {
@@ -158,6 +166,7 @@ __global__ void __launch_bounds__(GradShape<Layout>::kBlock, 1)
     stage_ahead = stage_ahead == (kStages - 1) * stage ? 0 : stage_ahead + stage;
   };
 
+  LetNextKernelBegin();
   start();
   start();
   RowStats next = row_here < rows ? LoadStats<kMean>(p, stats_row) : RowStats{};
@@ -414,6 +423,7 @@ template <typename W>
 __global__ void __launch_bounds__(kColumns* kSlices)
     SumPartsKernel(const float* partial, int64_t parts, int64_t size, W* first, W* second) {
   __shared__ float sums[kSlices][kColumns];
+  WaitForKernelBefore();
   const int64_t column = blockIdx.x * int64_t{kColumns} + threadIdx.x;
   if (blockIdx.y == 1) partial += parts * size;
   float sum = 0.0f;
@@ -438,8 +448,17 @@ Status SumParts(Gpu gpu, const NormalizationProblem& p, int64_t parts) {
   return DispatchType<float, half, bf16>("normalization", p.weight_dtype, [&](auto w) {
     using W = decltype(w);
     const dim3 grid((size + kColumns - 1) / kColumns, second ? 2 : 1);
-    SumPartsKernel<W><<<grid, dim3(kColumns, kSlices), 0, gpu.stream>>>(
-        p.partial, parts, size, static_cast<W*>(first), static_cast<W*>(second));
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(kColumns, kSlices);
+    config.stream = gpu.stream;
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = CurrentDevice().major >= 9 ? 1 : 0;
+    cudaLaunchKernelEx(&config, SumPartsKernel<W>, static_cast<const float*>(p.partial), parts,
+                       size, static_cast<W*>(first), static_cast<W*>(second));
     return CudaStatus();
   });
 }
