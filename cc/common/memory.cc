@@ -33,13 +33,17 @@ Status CheckGuards(const std::string& op, const Workspace& workspace, const Tens
     const int64_t end = i == pieces.size() ? memory.bytes() : pieces[i].begin;
     guard.resize(end - begin);
     if (guard.empty()) continue;
-    if (Status s = read(memory.as<char>() + begin, end - begin, guard.data()); !s.ok()) return s;
+    // Also brings what went wrong on the device, of this op or of an earlier one.
+    if (Status s = read(memory.as<char>() + begin, end - begin, guard.data()); !s.ok()) {
+      return Internal(op + ": " + s.message);
+    }
     const auto written = [](unsigned char byte) { return byte != kPoison; };
     const auto first = std::find_if(guard.begin(), guard.end(), written);
     if (first == guard.end()) continue;
     const auto last = std::find_if(guard.rbegin(), guard.rend(), written).base();
-    if (pieces.empty())
+    if (pieces.empty()) {
       return Internal(op + ": a workspace was written to of which nothing is taken");
+    }
     // Of the piece that is nearer.
     const bool behind = i > 0 && (i == pieces.size() || first - guard.begin() < guard.end() - last);
     const Workspace::Piece& piece = pieces[behind ? i - 1 : i];
