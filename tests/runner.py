@@ -4,7 +4,8 @@
     python tests/runner.py --device gpu [--list] [--repeat N] [PART_OF_A_CASE_NAME ...]
 
 Every buffer is an allocation of its own of exactly the right size, so that compute-sanitizer
-sees an access beside it, and outputs and workspace start as NaN. On a GPU the outputs are
+sees an access beside it; within a workspace guards do (TF_OPS_DEBUG_MEMORY=0 turns them off).
+Outputs and workspace start as NaN. On a GPU the outputs are
 compared with those of the CPU launchers. --plant runs a faulty kernel instead, which shows that
 the sanitizer in use catches that fault.
 """
@@ -136,6 +137,7 @@ def main():
     parser.add_argument("names", nargs="*", help="run the cases whose names contain one of these")
     arguments = parser.parse_args()
 
+    os.environ.setdefault("TF_OPS_DEBUG_MEMORY", "1")
     gpu = FirstGpu() if arguments.device == "gpu" else None
     if arguments.plant:
         return plant(arguments.plant, gpu)

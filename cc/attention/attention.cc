@@ -188,16 +188,18 @@ Status DescribeAttentionGrad(const TensorView& doutput, const TensorView& dlse,
   return Ok();
 }
 
-int64_t DotProductAttentionGpuWorkspace(TensorView query, TensorView key, TensorView value,
-                                        TensorView bias, TensorView mask,
-                                        TensorView query_seq_lengths,
-                                        TensorView key_value_seq_lengths, TensorView sink,
-                                        TensorView seed, float scale, float soft_cap,
-                                        bool is_causal, bool bottom_right, int64_t window_left,
-                                        int64_t window_right, float dropout_rate) {
-  if (mask.present()) return 16 + Sm90KeyMaskBytes(mask, query.dims[0], key.dims[1]);
+void DotProductAttentionGpuWorkspace(TensorView query, TensorView key, TensorView value,
+                                     TensorView bias, TensorView mask, TensorView query_seq_lengths,
+                                     TensorView key_value_seq_lengths, TensorView sink,
+                                     TensorView seed, float scale, float soft_cap, bool is_causal,
+                                     bool bottom_right, int64_t window_left, int64_t window_right,
+                                     float dropout_rate, Workspace* workspace) {
+  if (mask.present()) {
+    TakeKeyMasks(mask, query.dims[0], key.dims[1], workspace);
+    return;
+  }
   // XLA asks before there are data, which the description has in place of the bias.
-  if (bias.present()) return 0;
+  if (bias.present()) return;
   TensorView output = query, lse = {nullptr, DType::kFloat32, 3};
   if (query.rank == 4) lse.dims = {query.dims[0], query.dims[2], query.dims[1]};
   if (value.rank == 4) output.dims[3] = value.dims[3];
@@ -207,29 +209,25 @@ int64_t DotProductAttentionGpuWorkspace(TensorView query, TensorView key, Tensor
                         sink, seed, scale, soft_cap, is_causal, bottom_right, window_left,
                         window_right, dropout_rate, output, lse, &p)
           .ok();
-  return ok && ServesDecode(p, query.dtype) ? DecodeParts(p, query.dtype, nullptr).bytes() : 0;
+  if (ok && ServesDecode(p, query.dtype)) DecodeParts(p, query.dtype, workspace);
 }
 
-int64_t DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView key,
-                                            TensorView, TensorView, TensorView mask, TensorView,
-                                            TensorView, TensorView sink, TensorView, TensorView,
-                                            TensorView lse, float, float, bool, bool, int64_t,
-                                            int64_t, float) {
-  const int64_t sink_terms = sink.present() ? AlignedBytes(lse.size() * int64_t(sizeof(float))) : 0;
-  return 16 + GradRowsBytes(lse.dims[0], lse.dims[1], lse.dims[2]) + sink_terms +
-         Sm90KeyMaskBytes(mask, lse.dims[0], key.dims[1]);
+void DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView key,
+                                         TensorView, TensorView, TensorView mask, TensorView,
+                                         TensorView, TensorView sink, TensorView, TensorView,
+                                         TensorView lse, float, float, bool, bool, int64_t, int64_t,
+                                         float, Workspace* workspace) {
+  AttentionGradients g;
+  TakeGradWorkspace(lse, sink, mask, key.dims[1], workspace, &g);
 }
 
-int64_t DotProductAttentionBiasGradGpuWorkspace(TensorView, TensorView, TensorView query,
-                                                TensorView key, TensorView, TensorView bias,
-                                                TensorView, TensorView, TensorView, TensorView,
-                                                TensorView, TensorView, TensorView lse, float,
-                                                float, bool, bool, int64_t, int64_t, float) {
-  const int64_t rows = AlignedBytes(lse.size() * int64_t(sizeof(AttentionRow)));
-  const int64_t bias_dims[4] = {bias.dims[0], bias.dims[1], bias.dims[2], bias.dims[3]};
-  const int64_t scores_dims[4] = {query.dims[0], query.dims[2], query.dims[1], key.dims[1]};
-  const int splits = BiasGradSplits(bias_dims, scores_dims);
-  return 16 + rows + (splits > 1 ? splits * bias.size() * int64_t(sizeof(float)) : 0);
+void DotProductAttentionBiasGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView key,
+                                             TensorView, TensorView bias, TensorView, TensorView,
+                                             TensorView, TensorView, TensorView, TensorView,
+                                             TensorView lse, float, float, bool, bool, int64_t,
+                                             int64_t, float, Workspace* workspace) {
+  AttentionGradients g;
+  TakeBiasGradWorkspace(lse, bias, key.dims[1], workspace, &g);
 }
 
 }  // namespace tf_ops

@@ -42,10 +42,6 @@ Status DispatchSm90(DType dtype, const AttentionProblem& p, F&& f) {
   });
 }
 
-char* AlignedData(const TensorView& workspace) {
-  return reinterpret_cast<char*>(AlignedBytes(reinterpret_cast<uintptr_t>(workspace.data)));
-}
-
 // `data` are all 16-bit tensors of the call.
 AttentionKernels KernelsOf(const AttentionProblem& p, DType dtype, AttentionPass pass,
                            std::initializer_list<const void*> data) {
@@ -64,7 +60,7 @@ Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView
                            TensorView key_value_seq_lengths, TensorView sink, TensorView seed,
                            float scale, float soft_cap, bool is_causal, bool bottom_right,
                            int64_t window_left, int64_t window_right, float dropout_rate,
-                           TensorView output, TensorView lse, TensorView workspace) {
+                           TensorView output, TensorView lse, Workspace* workspace) {
   AttentionProblem p;
   if (Status s =
           DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
@@ -78,15 +74,14 @@ Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView
   if (kernels == AttentionKernels::kDecode) {
     return DispatchType<float, half, bf16>("dot_product_attention", query.dtype, [&](auto zero) {
       using T = decltype(zero);
-      return DecodeAttention<T>(gpu, p, KeyPages{}, output.as<T>(), lse.as<float>(),
-                                workspace.data);
+      return DecodeAttention<T>(gpu, p, KeyPages{}, output.as<T>(), lse.as<float>(), workspace);
     });
   }
   if (kernels == AttentionKernels::kSm90) {
+    char* const key_masks = TakeKeyMasks(mask, p.batch, p.seq_k, workspace);
     return DispatchSm90<64, 128, 256>(query.dtype, p, [&](auto zero, auto dim) {
       using T = decltype(zero);
-      return AttentionForwardSm90<T, dim>(gpu, p, AlignedData(workspace), output.as<T>(),
-                                          lse.as<float>());
+      return AttentionForwardSm90<T, dim>(gpu, p, key_masks, output.as<T>(), lse.as<float>());
     });
   }
   return DispatchKernels(query.dtype, p, [&](auto kernels) {
@@ -101,7 +96,7 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
                                float scale, float soft_cap, bool is_causal, bool bottom_right,
                                int64_t window_left, int64_t window_right, float dropout_rate,
                                TensorView dquery, TensorView dkey, TensorView dvalue,
-                               TensorView dsink, TensorView workspace) {
+                               TensorView dsink, Workspace* workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
                                        query_seq_lengths, key_value_seq_lengths, sink, seed, output,
@@ -118,14 +113,8 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
   g.output = output.data;
   g.lse = lse.as<const float>();
   g.dlse = dlse.present() ? dlse.as<const float>() : nullptr;
-  g.rows = reinterpret_cast<AttentionRow*>(AlignedData(workspace));
-  // After the rows: DotProductAttentionGradGpuWorkspace.
-  g.key_masks = AlignedData(workspace) + GradRowsBytes(p.batch, p.heads, p.seq_q);
-  if (p.sink) {
-    g.sink_terms = reinterpret_cast<float*>(g.key_masks);
-    g.key_masks += AlignedBytes(lse.size() * int64_t(sizeof(float)));
-    g.dsink = dsink.as<float>();
-  }
+  TakeGradWorkspace(lse, sink, mask, p.seq_k, workspace, &g);
+  if (p.sink) g.dsink = dsink.as<float>();
   g.dquery = dquery.data;
   g.dkey = dkey.data;
   g.dvalue = dvalue.data;
@@ -148,7 +137,7 @@ Status DotProductAttentionBiasGrad(Gpu gpu, TensorView doutput, TensorView dlse,
                                    TensorView seed, TensorView output, TensorView lse, float scale,
                                    float soft_cap, bool is_causal, bool bottom_right,
                                    int64_t window_left, int64_t window_right, float dropout_rate,
-                                   TensorView dbias, TensorView workspace) {
+                                   TensorView dbias, Workspace* workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
                                        query_seq_lengths, key_value_seq_lengths, sink, seed, output,
@@ -165,14 +154,8 @@ Status DotProductAttentionBiasGrad(Gpu gpu, TensorView doutput, TensorView dlse,
   g.output = output.data;
   g.lse = lse.as<const float>();
   g.dlse = dlse.present() ? dlse.as<const float>() : nullptr;
-  g.rows = reinterpret_cast<AttentionRow*>(AlignedData(workspace));
   g.dbias = dbias.data;
-  g.dbias_size = dbias.size();
-  std::copy_n(dbias.dims.begin(), 4, g.dbias_dims);
-  const int64_t scores_dims[4] = {p.batch, p.heads, p.seq_q, p.seq_k};
-  g.splits = BiasGradSplits(g.dbias_dims, scores_dims);
-  g.partial = reinterpret_cast<float*>(AlignedData(workspace) +
-                                       AlignedBytes(lse.size() * int64_t(sizeof(AttentionRow))));
+  TakeBiasGradWorkspace(lse, bias, p.seq_k, workspace, &g);
   return DispatchKernels(query.dtype, p, [&](auto kernels) { return kernels.BiasGrad(gpu, p, g); });
 }
 

@@ -41,7 +41,7 @@
 
 #include <string>
 
-#include "cc/common/tensor_view.h"
+#include "cc/common/workspace.h"
 
 namespace tf_ops {
 
@@ -52,13 +52,13 @@ Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView
                            TensorView key_value_seq_lengths, TensorView sink, TensorView seed,
                            float scale, float soft_cap, bool is_causal, bool bottom_right,
                            int64_t window_left, int64_t window_right, float dropout_rate,
-                           TensorView output, TensorView lse, TensorView workspace);
+                           TensorView output, TensorView lse, Workspace* workspace);
 Status DotProductAttention(Gpu gpu, TensorView query, TensorView key, TensorView value,
                            TensorView bias, TensorView mask, TensorView query_seq_lengths,
                            TensorView key_value_seq_lengths, TensorView sink, TensorView seed,
                            float scale, float soft_cap, bool is_causal, bool bottom_right,
                            int64_t window_left, int64_t window_right, float dropout_rate,
-                           TensorView output, TensorView lse, TensorView workspace);
+                           TensorView output, TensorView lse, Workspace* workspace);
 
 Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, TensorView query,
                                TensorView key, TensorView value, TensorView bias, TensorView mask,
@@ -67,7 +67,7 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
                                float scale, float soft_cap, bool is_causal, bool bottom_right,
                                int64_t window_left, int64_t window_right, float dropout_rate,
                                TensorView dquery, TensorView dkey, TensorView dvalue,
-                               TensorView dsink, TensorView workspace);
+                               TensorView dsink, Workspace* workspace);
 Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, TensorView query,
                                TensorView key, TensorView value, TensorView bias, TensorView mask,
                                TensorView query_seq_lengths, TensorView key_value_seq_lengths,
@@ -75,7 +75,7 @@ Status DotProductAttentionGrad(Gpu gpu, TensorView doutput, TensorView dlse, Ten
                                float scale, float soft_cap, bool is_causal, bool bottom_right,
                                int64_t window_left, int64_t window_right, float dropout_rate,
                                TensorView dquery, TensorView dkey, TensorView dvalue,
-                               TensorView dsink, TensorView workspace);
+                               TensorView dsink, Workspace* workspace);
 
 // The gradient of the bias alone, summed over what was broadcast: an op of its own, so that a
 // bias that is not trained costs nothing. The scores are computed once more.
@@ -86,7 +86,7 @@ Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse,
                                    TensorView seed, TensorView output, TensorView lse, float scale,
                                    float soft_cap, bool is_causal, bool bottom_right,
                                    int64_t window_left, int64_t window_right, float dropout_rate,
-                                   TensorView dbias, TensorView workspace);
+                                   TensorView dbias, Workspace* workspace);
 Status DotProductAttentionBiasGrad(Gpu gpu, TensorView doutput, TensorView dlse, TensorView query,
                                    TensorView key, TensorView value, TensorView bias,
                                    TensorView mask, TensorView query_seq_lengths,
@@ -94,7 +94,7 @@ Status DotProductAttentionBiasGrad(Gpu gpu, TensorView doutput, TensorView dlse,
                                    TensorView seed, TensorView output, TensorView lse, float scale,
                                    float soft_cap, bool is_causal, bool bottom_right,
                                    int64_t window_left, int64_t window_right, float dropout_rate,
-                                   TensorView dbias, TensorView workspace);
+                                   TensorView dbias, Workspace* workspace);
 
 // What both devices compute with. Plain data: a CUDA kernel takes it by value. All tensors
 // are dense, [batch, seq, heads, dim]; bias and mask strides are 0 where they broadcast.
@@ -135,48 +135,42 @@ Status DescribeAttentionGrad(const TensorView& doutput, const TensorView& dlse,
                              bool bottom_right, int64_t window_left, int64_t window_right,
                              float dropout_rate, AttentionProblem* problem);
 
-// Workspaces, in bytes: functions of the ops' inputs and attributes.
-int64_t DotProductAttentionCpuWorkspace(TensorView query, TensorView key, TensorView value,
-                                        TensorView bias, TensorView mask,
-                                        TensorView query_seq_lengths,
-                                        TensorView key_value_seq_lengths, TensorView sink,
-                                        TensorView seed, float scale, float soft_cap,
-                                        bool is_causal, bool bottom_right, int64_t window_left,
-                                        int64_t window_right, float dropout_rate);
-int64_t DotProductAttentionGpuWorkspace(TensorView query, TensorView key, TensorView value,
-                                        TensorView bias, TensorView mask,
-                                        TensorView query_seq_lengths,
-                                        TensorView key_value_seq_lengths, TensorView sink,
-                                        TensorView seed, float scale, float soft_cap,
-                                        bool is_causal, bool bottom_right, int64_t window_left,
-                                        int64_t window_right, float dropout_rate);
-int64_t DotProductAttentionGradCpuWorkspace(TensorView doutput, TensorView dlse, TensorView query,
-                                            TensorView key, TensorView value, TensorView bias,
-                                            TensorView mask, TensorView query_seq_lengths,
-                                            TensorView key_value_seq_lengths, TensorView sink,
-                                            TensorView seed, TensorView output, TensorView lse,
-                                            float scale, float soft_cap, bool is_causal,
-                                            bool bottom_right, int64_t window_left,
-                                            int64_t window_right, float dropout_rate);
-int64_t DotProductAttentionGradGpuWorkspace(TensorView doutput, TensorView dlse, TensorView query,
-                                            TensorView key, TensorView value, TensorView bias,
-                                            TensorView mask, TensorView query_seq_lengths,
-                                            TensorView key_value_seq_lengths, TensorView sink,
-                                            TensorView seed, TensorView output, TensorView lse,
-                                            float scale, float soft_cap, bool is_causal,
-                                            bool bottom_right, int64_t window_left,
-                                            int64_t window_right, float dropout_rate);
-int64_t DotProductAttentionBiasGradCpuWorkspace(
+// Workspaces: functions of the ops' inputs and attributes.
+void DotProductAttentionCpuWorkspace(TensorView query, TensorView key, TensorView value,
+                                     TensorView bias, TensorView mask, TensorView query_seq_lengths,
+                                     TensorView key_value_seq_lengths, TensorView sink,
+                                     TensorView seed, float scale, float soft_cap, bool is_causal,
+                                     bool bottom_right, int64_t window_left, int64_t window_right,
+                                     float dropout_rate, Workspace* workspace);
+void DotProductAttentionGpuWorkspace(TensorView query, TensorView key, TensorView value,
+                                     TensorView bias, TensorView mask, TensorView query_seq_lengths,
+                                     TensorView key_value_seq_lengths, TensorView sink,
+                                     TensorView seed, float scale, float soft_cap, bool is_causal,
+                                     bool bottom_right, int64_t window_left, int64_t window_right,
+                                     float dropout_rate, Workspace* workspace);
+void DotProductAttentionGradCpuWorkspace(
     TensorView doutput, TensorView dlse, TensorView query, TensorView key, TensorView value,
     TensorView bias, TensorView mask, TensorView query_seq_lengths,
     TensorView key_value_seq_lengths, TensorView sink, TensorView seed, TensorView output,
     TensorView lse, float scale, float soft_cap, bool is_causal, bool bottom_right,
-    int64_t window_left, int64_t window_right, float dropout_rate);
-int64_t DotProductAttentionBiasGradGpuWorkspace(
+    int64_t window_left, int64_t window_right, float dropout_rate, Workspace* workspace);
+void DotProductAttentionGradGpuWorkspace(
     TensorView doutput, TensorView dlse, TensorView query, TensorView key, TensorView value,
     TensorView bias, TensorView mask, TensorView query_seq_lengths,
     TensorView key_value_seq_lengths, TensorView sink, TensorView seed, TensorView output,
     TensorView lse, float scale, float soft_cap, bool is_causal, bool bottom_right,
-    int64_t window_left, int64_t window_right, float dropout_rate);
+    int64_t window_left, int64_t window_right, float dropout_rate, Workspace* workspace);
+void DotProductAttentionBiasGradCpuWorkspace(
+    TensorView doutput, TensorView dlse, TensorView query, TensorView key, TensorView value,
+    TensorView bias, TensorView mask, TensorView query_seq_lengths,
+    TensorView key_value_seq_lengths, TensorView sink, TensorView seed, TensorView output,
+    TensorView lse, float scale, float soft_cap, bool is_causal, bool bottom_right,
+    int64_t window_left, int64_t window_right, float dropout_rate, Workspace* workspace);
+void DotProductAttentionBiasGradGpuWorkspace(
+    TensorView doutput, TensorView dlse, TensorView query, TensorView key, TensorView value,
+    TensorView bias, TensorView mask, TensorView query_seq_lengths,
+    TensorView key_value_seq_lengths, TensorView sink, TensorView seed, TensorView output,
+    TensorView lse, float scale, float soft_cap, bool is_causal, bool bottom_right,
+    int64_t window_left, int64_t window_right, float dropout_rate, Workspace* workspace);
 
 }  // namespace tf_ops

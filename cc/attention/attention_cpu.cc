@@ -2,7 +2,6 @@
 // How attention is divided among threads; the arithmetic is in attention_simd.h. Who does
 // what depends on shapes alone and sums have a fixed order, so that results repeat.
 #include <initializer_list>
-#include <limits>
 
 #include "cc/attention/attention.h"
 #include "cc/attention/attention_dropout.h"
@@ -164,23 +163,6 @@ int64_t Parts(int64_t tasks, int64_t size) {
   return AtLeast(AtMost(Blocks(kFewestTasks, AtLeast(tasks, 1)), size), 1);
 }
 
-// The bytes of so many floats, a multiple of 64, or the largest number.
-int64_t FloatBytes(std::initializer_list<int64_t> dims) {
-  int64_t bytes = sizeof(float);
-  bool huge = false;
-  for (int64_t dim : dims) {
-    if (dim <= 0) return 0;
-    huge |= __builtin_mul_overflow(bytes, dim, &bytes);
-  }
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  return huge || bytes > kMost - 63 ? kMost : (bytes + 63) / 64 * 64;
-}
-
-int64_t Sum(int64_t a, int64_t b) {
-  int64_t sum;
-  return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<int64_t>::max() : sum;
-}
-
 bool HaveRankFour(std::initializer_list<TensorView> views) {
   for (const TensorView& view : views) {
     if (view.rank != 4) return false;
@@ -207,8 +189,23 @@ AttentionGradients DivideGradients(const TensorView& query, const TensorView& ke
   return g;
 }
 
-int64_t DqueryBytes(const AttentionGradients& g, const TensorView& query) {
-  return FloatBytes({g.parts, query.dims[0], query.dims[2], query.dims[1], Padded(query.dims[3])});
+float* TakeKeys(const PackedKeys& packed, Workspace* workspace) {
+  return workspace->Take<float>("keys", {packed.key_heads, packed.blocks, packed.block_size});
+}
+
+void TakeQueries(const TensorView& query, int64_t kv_heads, Workspace* workspace,
+                 AttentionGradients* g) {
+  const int64_t batch = query.dims[0], seq_q = query.dims[1], heads = query.dims[2];
+  g->dquery =
+      workspace->Take<float>("dquery", {g->parts, batch, heads, seq_q, Padded(query.dims[3])});
+  const int64_t group = kv_heads > 0 ? heads / kv_heads : 0;
+  g->queries = workspace->Take<float>("queries",
+                                      {g->key_heads, group, g->query_blocks, g->query_block_size});
+}
+
+float* TakePartial(const BiasTiles& tiles, const AttentionBlocks& blocks, Workspace* workspace) {
+  const int64_t parts = tiles.parts > 1 ? tiles.parts : 0;
+  return workspace->Take<float>("partial", {tiles.tiles, parts, blocks.keys, blocks.queries});
 }
 
 BiasTiles DivideBias(const TensorView& query, const TensorView& key, const TensorView& bias,
@@ -249,7 +246,7 @@ Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView
                            TensorView key_value_seq_lengths, TensorView sink, TensorView seed,
                            float scale, float soft_cap, bool is_causal, bool bottom_right,
                            int64_t window_left, int64_t window_right, float dropout_rate,
-                           TensorView output, TensorView lse, TensorView workspace) {
+                           TensorView output, TensorView lse, Workspace* workspace) {
   AttentionProblem p;
   if (Status s =
           DescribeAttention(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
@@ -264,7 +261,7 @@ Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView
     const auto task = TF_OPS_SIMD(ForwardTask<T>);
     const AttentionBlocks blocks = ForwardBlocks(p);
     PackedKeys packed = DivideKeys(p, blocks);
-    if (packed.block_size > 0) packed.memory = workspace.as<float>();
+    packed.memory = TakeKeys(packed, workspace);
     const int64_t group = p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
     const int64_t dims = p.head_dim + p.value_dim;
     for (int64_t all = p.batch * p.kv_heads; packed.first_key_head < all;
@@ -286,12 +283,12 @@ Status DotProductAttention(Cpu cpu, TensorView query, TensorView key, TensorView
   });
 }
 
-int64_t DotProductAttentionCpuWorkspace(TensorView query, TensorView key, TensorView value,
-                                        TensorView, TensorView, TensorView, TensorView, TensorView,
-                                        TensorView, float, float, bool, bool, int64_t, int64_t,
-                                        float) {
-  if (!HaveRankFour({query, key, value})) return 0;
-  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return 0;
+void DotProductAttentionCpuWorkspace(TensorView query, TensorView key, TensorView value, TensorView,
+                                     TensorView, TensorView, TensorView, TensorView, TensorView,
+                                     float, float, bool, bool, int64_t, int64_t, float,
+                                     Workspace* workspace) {
+  if (!HaveRankFour({query, key, value})) return;
+  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return;
   AttentionProblem p{};
   p.batch = query.dims[0];
   p.heads = query.dims[2];
@@ -300,8 +297,7 @@ int64_t DotProductAttentionCpuWorkspace(TensorView query, TensorView key, Tensor
   p.seq_k = key.dims[1];
   p.head_dim = query.dims[3];
   p.value_dim = value.dims[3];
-  const PackedKeys packed = DivideKeys(p, ForwardBlocks(p));
-  return FloatBytes({packed.key_heads, packed.blocks, packed.block_size});
+  TakeKeys(DivideKeys(p, ForwardBlocks(p)), workspace);
 }
 
 Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, TensorView query,
@@ -311,7 +307,7 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
                                float scale, float soft_cap, bool is_causal, bool bottom_right,
                                int64_t window_left, int64_t window_right, float dropout_rate,
                                TensorView dquery, TensorView dkey, TensorView dvalue,
-                               TensorView dsink, TensorView workspace) {
+                               TensorView dsink, Workspace* workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
                                        query_seq_lengths, key_value_seq_lengths, sink, seed, output,
@@ -327,8 +323,7 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
     using T = decltype(zero);
     AttentionGradients g = DivideGradients(query, key, value);
     SetGradients(doutput, dlse, output, lse, &g);
-    g.dquery = workspace.as<float>();
-    g.queries = g.dquery + DqueryBytes(g, query) / sizeof(float);
+    TakeQueries(query, p.kv_heads, workspace, &g);
     const auto pack = TF_OPS_SIMD(PackTask<T>);
     const auto task = TF_OPS_SIMD(GradTask<T>);
     const int64_t group = p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
@@ -362,17 +357,15 @@ Status DotProductAttentionGrad(Cpu cpu, TensorView doutput, TensorView dlse, Ten
   });
 }
 
-int64_t DotProductAttentionGradCpuWorkspace(TensorView, TensorView, TensorView query,
-                                            TensorView key, TensorView value, TensorView,
-                                            TensorView, TensorView, TensorView, TensorView,
-                                            TensorView, TensorView, TensorView, float, float, bool,
-                                            bool, int64_t, int64_t, float) {
-  if (!HaveRankFour({query, key, value})) return 0;
-  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return 0;
-  const AttentionGradients g = DivideGradients(query, key, value);
-  const int64_t group = key.dims[2] > 0 ? query.dims[2] / key.dims[2] : 0;
-  return Sum(DqueryBytes(g, query),
-             FloatBytes({g.key_heads, group, g.query_blocks, g.query_block_size}));
+void DotProductAttentionGradCpuWorkspace(TensorView, TensorView, TensorView query, TensorView key,
+                                         TensorView value, TensorView, TensorView, TensorView,
+                                         TensorView, TensorView, TensorView, TensorView, TensorView,
+                                         float, float, bool, bool, int64_t, int64_t, float,
+                                         Workspace* workspace) {
+  if (!HaveRankFour({query, key, value})) return;
+  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return;
+  AttentionGradients g = DivideGradients(query, key, value);
+  TakeQueries(query, key.dims[2], workspace, &g);
 }
 
 Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse, TensorView query,
@@ -382,7 +375,7 @@ Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse,
                                    TensorView seed, TensorView output, TensorView lse, float scale,
                                    float soft_cap, bool is_causal, bool bottom_right,
                                    int64_t window_left, int64_t window_right, float dropout_rate,
-                                   TensorView dbias, TensorView workspace) {
+                                   TensorView dbias, Workspace* workspace) {
   AttentionProblem p;
   if (Status s = DescribeAttentionGrad(doutput, dlse, query, key, value, bias, mask,
                                        query_seq_lengths, key_value_seq_lengths, sink, seed, output,
@@ -402,7 +395,7 @@ Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse,
     g.query_block_size = QueryBlockSize(g.blocks.queries, p.head_dim, p.value_dim);
     SetGradients(doutput, dlse, output, lse, &g);
     BiasTiles tiles = DivideBias(query, key, bias, g.blocks);
-    tiles.partial = workspace.as<float>();
+    tiles.partial = TakePartial(tiles, g.blocks, workspace);
     const auto task = TF_OPS_SIMD(BiasGradTask<T>);
     const int64_t dims = p.head_dim + p.value_dim, terms = tiles.terms / tiles.parts + 1;
     cpu.ParallelFor(tiles.tiles * tiles.parts,
@@ -419,17 +412,15 @@ Status DotProductAttentionBiasGrad(Cpu cpu, TensorView doutput, TensorView dlse,
   });
 }
 
-int64_t DotProductAttentionBiasGradCpuWorkspace(TensorView, TensorView, TensorView query,
-                                                TensorView key, TensorView value, TensorView bias,
-                                                TensorView, TensorView, TensorView, TensorView,
-                                                TensorView, TensorView, TensorView, float, float,
-                                                bool, bool, int64_t, int64_t, float) {
-  if (!HaveRankFour({query, key, value, bias})) return 0;
-  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return 0;
+void DotProductAttentionBiasGradCpuWorkspace(TensorView, TensorView, TensorView query,
+                                             TensorView key, TensorView value, TensorView bias,
+                                             TensorView, TensorView, TensorView, TensorView,
+                                             TensorView, TensorView, TensorView, float, float, bool,
+                                             bool, int64_t, int64_t, float, Workspace* workspace) {
+  if (!HaveRankFour({query, key, value, bias})) return;
+  if (query.dims[3] > kMaxHeadDim || value.dims[3] > kMaxHeadDim) return;
   const AttentionBlocks blocks = BiasGradBlocks(query.dims[3], value.dims[3]);
-  const BiasTiles tiles = DivideBias(query, key, bias, blocks);
-  const int64_t parts = tiles.parts > 1 ? tiles.parts : 0;
-  return FloatBytes({tiles.tiles, parts, blocks.keys, blocks.queries});
+  TakePartial(DivideBias(query, key, bias, blocks), blocks, workspace);
 }
 
 }  // namespace tf_ops

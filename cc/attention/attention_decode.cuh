@@ -569,7 +569,7 @@ Status LaunchDecodeCombine(Gpu gpu, const DecodeProblem& d) {
 
 template <typename T>
 Status DecodeAttention(Gpu gpu, const AttentionProblem& p, const KeyPages& pages, T* output,
-                       float* lse, void* workspace) {
+                       float* lse, Workspace* workspace) {
   if (p.batch == 0 || p.seq_q == 0 || p.heads == 0) return Ok();
   DecodeProblem d = {p, pages, DecodeParts(p, kDTypeOf<T>, workspace)};
   if (p.seq_k > kMaxSeq || DecodeRows(p) > kMaxSeq) {

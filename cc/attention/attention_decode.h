@@ -60,17 +60,12 @@ struct DecodeParts {
   float* sums;
   float* stats;  // pairs
 
-  DecodeParts(const AttentionProblem& p, DType dtype, void* workspace)
+  DecodeParts(const AttentionProblem& p, DType dtype, Workspace* workspace)
       : splits(DecodeSplits(p, dtype)),
         rows(p.batch * p.seq_q * p.heads),
-        stride((p.value_dim + 3) / 4 * 4) {
-    const uintptr_t at = (reinterpret_cast<uintptr_t>(workspace) + 15) / 16 * 16;
-    sums = reinterpret_cast<float*>(at);
-    stats = sums + splits * rows * stride;
-  }
-  int64_t bytes() const {
-    return splits > 1 ? 16 + splits * rows * (stride + 2) * int64_t(sizeof(float)) : 0;
-  }
+        stride((p.value_dim + 3) / 4 * 4),
+        sums(splits > 1 ? workspace->Take<float>("sums", {splits, rows, stride}) : nullptr),
+        stats(splits > 1 ? workspace->Take<float>("stats", {splits, rows, 2}) : nullptr) {}
 };
 
 // Whether these kernels serve a contiguous cache: to queries that one block can take, a key that
@@ -85,6 +80,6 @@ inline bool ServesDecode(const AttentionProblem& p, DType dtype) {
 // may be null. A page that a query sees and that is none makes its output NaN.
 template <typename T>
 Status DecodeAttention(Gpu gpu, const AttentionProblem& p, const KeyPages& pages, T* output,
-                       float* lse, void* workspace);
+                       float* lse, Workspace* workspace);
 
 }  // namespace tf_ops

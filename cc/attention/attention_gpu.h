@@ -62,7 +62,6 @@ inline int BiasGradSplits(const int64_t (&bias_dims)[4], const int64_t (&scores_
   return int(std::max<int64_t>(1, std::min<int64_t>(steps, 512 / std::max<int64_t>(tiles, 1))));
 }
 
-// Workspaces are parts of 16 bytes' alignment.
 inline int64_t AlignedBytes(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
 // What the kernels for sm_90 make of a mask that is the same for all heads and queries: whole tiles
@@ -72,10 +71,28 @@ inline int64_t Sm90KeyMaskBytes(const TensorView& mask, int64_t batch, int64_t s
   if (!mask.present() || mask.dims[1] != 1 || mask.dims[2] != 1) return 0;
   return AlignedBytes(12 * batch) + AlignedBytes(4 * batch * Sm90MaskWords(seq_k));
 }
+inline char* TakeKeyMasks(const TensorView& mask, int64_t batch, int64_t seq_k,
+                          Workspace* workspace) {
+  return workspace->Take<char>("key masks", {Sm90KeyMaskBytes(mask, batch, seq_k)});
+}
 
-// The AttentionRows of a gradient: whole tiles of 128, as attention_sm90_backward.cuh wants them.
-inline int64_t GradRowsBytes(int64_t batch, int64_t heads, int64_t seq_q) {
-  return batch * heads * ((seq_q + 127) / 128 * 128) * int64_t(sizeof(AttentionRow));
+// What the gradients take of their workspaces.
+inline void TakeGradWorkspace(const TensorView& lse, const TensorView& sink, const TensorView& mask,
+                              int64_t seq_k, Workspace* workspace, AttentionGradients* g) {
+  // Whole tiles of 128, as attention_sm90_backward.cuh wants them.
+  const int64_t padded_queries = (lse.dims[2] + 127) / 128 * 128;
+  g->rows = workspace->Take<AttentionRow>("rows", {lse.dims[0], lse.dims[1], padded_queries});
+  if (sink.present()) g->sink_terms = workspace->Take<float>("sink terms", {lse.size()});
+  g->key_masks = TakeKeyMasks(mask, lse.dims[0], seq_k, workspace);
+}
+inline void TakeBiasGradWorkspace(const TensorView& lse, const TensorView& bias, int64_t seq_k,
+                                  Workspace* workspace, AttentionGradients* g) {
+  const int64_t scores_dims[4] = {lse.dims[0], lse.dims[1], lse.dims[2], seq_k};
+  std::copy_n(bias.dims.begin(), 4, g->dbias_dims);
+  g->dbias_size = bias.size();
+  g->splits = BiasGradSplits(g->dbias_dims, scores_dims);
+  g->rows = workspace->Take<AttentionRow>("rows", {lse.size()});
+  if (g->splits > 1) g->partial = workspace->Take<float>("partial", {g->splits, g->dbias_size});
 }
 
 }  // namespace tf_ops

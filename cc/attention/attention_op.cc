@@ -54,7 +54,7 @@ REGISTER_OP("TfOps>DotProductAttention")
       return absl::OkStatus();
     });
 TF_OPS_BIND("TfOps>DotProductAttention", DotProductAttention,
-            Workspace(DotProductAttentionCpuWorkspace, DotProductAttentionGpuWorkspace));
+            Needs(DotProductAttentionCpuWorkspace, DotProductAttentionGpuWorkspace));
 
 REGISTER_OP("TfOps>DotProductAttentionGrad")
     .Input("doutput: T")
@@ -92,7 +92,7 @@ REGISTER_OP("TfOps>DotProductAttentionGrad")
       return absl::OkStatus();
     });
 TF_OPS_BIND("TfOps>DotProductAttentionGrad", DotProductAttentionGrad,
-            Workspace(DotProductAttentionGradCpuWorkspace, DotProductAttentionGradGpuWorkspace));
+            Needs(DotProductAttentionGradCpuWorkspace, DotProductAttentionGradGpuWorkspace));
 
 REGISTER_OP("TfOps>DotProductAttentionBiasGrad")
     .Input("doutput: T")
@@ -124,7 +124,7 @@ REGISTER_OP("TfOps>DotProductAttentionBiasGrad")
       return absl::OkStatus();
     });
 TF_OPS_BIND("TfOps>DotProductAttentionBiasGrad", DotProductAttentionBiasGrad,
-            Workspace(DotProductAttentionBiasGradCpuWorkspace,
-                      DotProductAttentionBiasGradGpuWorkspace));
+            Needs(DotProductAttentionBiasGradCpuWorkspace,
+                  DotProductAttentionBiasGradGpuWorkspace));
 
 }  // namespace tf_ops

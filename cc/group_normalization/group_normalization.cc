@@ -8,11 +8,17 @@ Status Error(const std::string& message) {
   return InvalidArgument("group_normalization: " + message);
 }
 
+void TakeSums(const TensorView& x, Workspace* workspace, GroupNormalizationProblem* problem) {
+  problem->sum_dy = workspace->Take<float>("sum_dy", {x.dims[0], x.dims[2]});
+  problem->sum_dy_xhat = workspace->Take<float>("sum_dy_xhat", {x.dims[0], x.dims[2]});
+}
+
 }  // namespace
 
-int64_t GroupNormalizationGradWorkspace(TensorView, TensorView x, TensorView, TensorView,
-                                        TensorView, TensorView, int, float) {
-  return x.rank == 4 ? 2 * x.dims[0] * x.dims[2] * int64_t{sizeof(float)} : 0;
+void GroupNormalizationGradWorkspace(TensorView, TensorView x, TensorView, TensorView, TensorView,
+                                     TensorView, int, float, Workspace* workspace) {
+  GroupNormalizationProblem problem;
+  if (x.rank == 4) TakeSums(x, workspace, &problem);
 }
 
 Status DescribeGroupNormalization(const TensorView& x, const TensorView& gamma,
@@ -63,7 +69,7 @@ Status DescribeGroupNormalizationGrad(const TensorView& dy, const TensorView& x,
                                       const TensorView& gamma, const TensorView& beta,
                                       const TensorView& mean, const TensorView& rstd, int groups,
                                       const TensorView& dx, const TensorView& dgamma,
-                                      const TensorView& dbeta, const TensorView& workspace,
+                                      const TensorView& dbeta, Workspace* workspace,
                                       GroupNormalizationProblem* problem) {
   if (Status s = DescribeGroupNormalization(x, gamma, beta, groups, mean, rstd, problem); !s.ok()) {
     return s;
@@ -74,16 +80,11 @@ Status DescribeGroupNormalizationGrad(const TensorView& dy, const TensorView& x,
   if (!dgamma.SameShapeAndDType(gamma) || !dbeta.SameShapeAndDType(beta)) {
     return Error("dgamma and dbeta must be as gamma and beta");
   }
-  const int64_t sums = x.dims[0] * x.dims[2];
-  if (workspace.bytes() < 2 * sums * int64_t{sizeof(float)}) {
-    return Error("the workspace is too small");
-  }
   problem->dy = dy.data;
   problem->dx = dx.data;
   problem->dgamma = gamma.present() ? dgamma.data : nullptr;
   problem->dbeta = beta.present() ? dbeta.data : nullptr;
-  problem->sum_dy = workspace.as<float>();
-  problem->sum_dy_xhat = workspace.as<float>() + sums;
+  TakeSums(x, workspace, problem);
   return Ok();
 }
 

@@ -15,7 +15,7 @@
 // groups], float32. Sums are in float32 or wider, of a fixed order. y may alias x, dx dy.
 #pragma once
 
-#include "cc/common/tensor_view.h"
+#include "cc/common/workspace.h"
 
 namespace tf_ops {
 
@@ -27,15 +27,15 @@ Status GroupNormalization(Gpu gpu, TensorView x, TensorView gamma, TensorView be
 Status GroupNormalizationGrad(Cpu cpu, TensorView dy, TensorView x, TensorView gamma,
                               TensorView beta, TensorView mean, TensorView rstd, int groups,
                               float epsilon, TensorView dx, TensorView dgamma, TensorView dbeta,
-                              TensorView workspace);
+                              Workspace* workspace);
 Status GroupNormalizationGrad(Gpu gpu, TensorView dy, TensorView x, TensorView gamma,
                               TensorView beta, TensorView mean, TensorView rstd, int groups,
                               float epsilon, TensorView dx, TensorView dgamma, TensorView dbeta,
-                              TensorView workspace);
+                              Workspace* workspace);
 // For each sample and channel, the sums of dy and of dy xhat.
-int64_t GroupNormalizationGradWorkspace(TensorView dy, TensorView x, TensorView gamma,
-                                        TensorView beta, TensorView mean, TensorView rstd,
-                                        int groups, float epsilon);
+void GroupNormalizationGradWorkspace(TensorView dy, TensorView x, TensorView gamma, TensorView beta,
+                                     TensorView mean, TensorView rstd, int groups, float epsilon,
+                                     Workspace* workspace);
 
 // What both devices compute with. A CUDA kernel takes it by value.
 struct GroupNormalizationProblem {
@@ -55,7 +55,7 @@ Status DescribeGroupNormalizationGrad(const TensorView& dy, const TensorView& x,
                                       const TensorView& gamma, const TensorView& beta,
                                       const TensorView& mean, const TensorView& rstd, int groups,
                                       const TensorView& dx, const TensorView& dgamma,
-                                      const TensorView& dbeta, const TensorView& workspace,
+                                      const TensorView& dbeta, Workspace* workspace,
                                       GroupNormalizationProblem* problem);
 
 }  // namespace tf_ops

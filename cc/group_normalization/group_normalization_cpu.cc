@@ -72,7 +72,7 @@ Status GroupNormalization(Cpu cpu, TensorView x, TensorView gamma, TensorView be
 Status GroupNormalizationGrad(Cpu cpu, TensorView dy, TensorView x, TensorView gamma,
                               TensorView beta, TensorView mean, TensorView rstd, int groups, float,
                               TensorView dx, TensorView dgamma, TensorView dbeta,
-                              TensorView workspace) {
+                              Workspace* workspace) {
   GroupNormalizationProblem p;
   if (Status s = DescribeGroupNormalizationGrad(dy, x, gamma, beta, mean, rstd, groups, dx, dgamma,
                                                 dbeta, workspace, &p);

@@ -55,6 +55,6 @@ REGISTER_OP("TfOps>GroupNormalizationGrad")
       return absl::OkStatus();
     });
 TF_OPS_BIND("TfOps>GroupNormalizationGrad", GroupNormalizationGrad, Forward("dy", "dx"),
-            Workspace(GroupNormalizationGradWorkspace));
+            Needs(GroupNormalizationGradWorkspace));
 
 }  // namespace tf_ops

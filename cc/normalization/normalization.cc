@@ -16,7 +16,8 @@ struct Tensors {
   TensorView x, residual = kAbsent, scale = kAbsent, beta = kAbsent;
   TensorView y = kAbsent, s = kAbsent, mean = kAbsent, rstd;
   TensorView dy = kAbsent, ds = kAbsent, dmean = kAbsent, drstd = kAbsent;
-  TensorView dx = kAbsent, dscale = kAbsent, dbeta = kAbsent, workspace = kAbsent;
+  TensorView dx = kAbsent, dscale = kAbsent, dbeta = kAbsent;
+  Workspace* workspace = nullptr;
 
   static constexpr TensorView kAbsent{nullptr, DType::kUnsupported, 1, {0}};
 };
@@ -36,16 +37,17 @@ void SetSizes(const TensorView& x, const TensorView& scale, const TensorView& be
   p->groups = std::max<int64_t>(p->groups, 1);
 }
 
-int64_t PartialBytes(const TensorView& scale, const TensorView& beta, int64_t parts,
-                     const NormalizationProblem& p) {
-  return parts * p.groups * p.cols * (scale.present() + beta.present()) * int64_t{sizeof(float)};
+float* TakePartial(const TensorView& scale, const TensorView& beta, int64_t parts,
+                   const NormalizationProblem& p, Workspace* workspace) {
+  const int64_t weights = scale.present() + beta.present();
+  return workspace->Take<float>("partial sums", {weights, parts, p.groups, p.cols});
 }
 
-int64_t Workspace(const TensorView& x, const TensorView& scale, const TensorView& beta, int axes,
-                  int64_t (*parts)(const NormalizationProblem&)) {
+void TakePartial(const TensorView& x, const TensorView& scale, const TensorView& beta, int axes,
+                 int64_t (*parts)(const NormalizationProblem&), Workspace* workspace) {
   NormalizationProblem p;
   SetSizes(x, scale, beta, axes, &p);
-  return PartialBytes(scale, beta, parts(p), p);
+  TakePartial(scale, beta, parts(p), p, workspace);
 }
 
 // Describes the gradient if `parts` is given, which says how many the device takes.
@@ -109,9 +111,6 @@ Status Describe(const std::string& op, const Tensors& t, float epsilon, float sc
   }
   NormalizationProblem& p = *problem;
   SetSizes(x, t.scale, t.beta, axes, &p);
-  if (gradient && t.workspace.bytes() < PartialBytes(t.scale, t.beta, parts(p), p)) {
-    return error("the workspace is too small");
-  }
   p.subtract_mean = subtract_mean;
   p.dtype = x.dtype;
   p.weight_dtype = t.scale.present() ? t.scale.dtype : t.beta.present() ? t.beta.dtype : x.dtype;
@@ -132,7 +131,7 @@ Status Describe(const std::string& op, const Tensors& t, float epsilon, float sc
   p.dx = DataOf(t.dx);
   p.dscale = t.scale.present() ? t.dscale.data : nullptr;
   p.dbeta = t.beta.present() ? t.dbeta.data : nullptr;
-  p.partial = static_cast<float*>(t.workspace.data);
+  p.partial = gradient ? TakePartial(t.scale, t.beta, parts(p), p, t.workspace) : nullptr;
   return Ok();
 }
 
@@ -169,7 +168,7 @@ Tensors RmsTensors(TensorView x, TensorView residual, TensorView scale, TensorVi
 
 Tensors RmsGradTensors(TensorView dy, TensorView ds, TensorView drstd, TensorView x,
                        TensorView scale, TensorView rstd, TensorView dx, TensorView dscale,
-                       TensorView workspace) {
+                       Workspace* workspace) {
   Tensors t;
   t.dy = dy, t.ds = ds, t.drstd = drstd, t.x = x, t.scale = scale, t.rstd = rstd;
   t.dx = dx, t.dscale = dscale, t.workspace = workspace;
@@ -186,7 +185,7 @@ Tensors LayerTensors(TensorView x, TensorView residual, TensorView gamma, Tensor
 Tensors LayerGradTensors(TensorView dy, TensorView ds, TensorView dmean, TensorView drstd,
                          TensorView x, TensorView gamma, TensorView beta, TensorView mean,
                          TensorView rstd, TensorView dx, TensorView dgamma, TensorView dbeta,
-                         TensorView workspace) {
+                         Workspace* workspace) {
   Tensors t = RmsGradTensors(dy, ds, drstd, x, gamma, rstd, dx, dgamma, workspace);
   t.dmean = dmean, t.beta = beta, t.mean = mean, t.dbeta = dbeta;
   return t;
@@ -202,7 +201,7 @@ Status RmsNormalization(Cpu cpu, TensorView x, TensorView residual, TensorView s
 }
 Status RmsNormalizationGrad(Cpu cpu, TensorView dy, TensorView ds, TensorView drstd, TensorView x,
                             TensorView scale, TensorView rstd, float epsilon, float scale_offset,
-                            int axes, TensorView dx, TensorView dscale, TensorView workspace) {
+                            int axes, TensorView dx, TensorView dscale, Workspace* workspace) {
   return RunGrad(cpu, "rms_normalization_grad",
                  RmsGradTensors(dy, ds, drstd, x, scale, rstd, dx, dscale, workspace), epsilon,
                  scale_offset, axes, false);
@@ -217,7 +216,7 @@ Status LayerNormalizationGrad(Cpu cpu, TensorView dy, TensorView ds, TensorView 
                               TensorView drstd, TensorView x, TensorView gamma, TensorView beta,
                               TensorView mean, TensorView rstd, float epsilon, int axes,
                               TensorView dx, TensorView dgamma, TensorView dbeta,
-                              TensorView workspace) {
+                              Workspace* workspace) {
   return RunGrad(cpu, "layer_normalization_grad",
                  LayerGradTensors(dy, ds, dmean, drstd, x, gamma, beta, mean, rstd, dx, dgamma,
                                   dbeta, workspace),
@@ -233,7 +232,7 @@ Status RmsNormalization(Gpu gpu, TensorView x, TensorView residual, TensorView s
 }
 Status RmsNormalizationGrad(Gpu gpu, TensorView dy, TensorView ds, TensorView drstd, TensorView x,
                             TensorView scale, TensorView rstd, float epsilon, float scale_offset,
-                            int axes, TensorView dx, TensorView dscale, TensorView workspace) {
+                            int axes, TensorView dx, TensorView dscale, Workspace* workspace) {
   return RunGrad(gpu, "rms_normalization_grad",
                  RmsGradTensors(dy, ds, drstd, x, scale, rstd, dx, dscale, workspace), epsilon,
                  scale_offset, axes, false);
@@ -248,7 +247,7 @@ Status LayerNormalizationGrad(Gpu gpu, TensorView dy, TensorView ds, TensorView 
                               TensorView drstd, TensorView x, TensorView gamma, TensorView beta,
                               TensorView mean, TensorView rstd, float epsilon, int axes,
                               TensorView dx, TensorView dgamma, TensorView dbeta,
-                              TensorView workspace) {
+                              Workspace* workspace) {
   return RunGrad(gpu, "layer_normalization_grad",
                  LayerGradTensors(dy, ds, dmean, drstd, x, gamma, beta, mean, rstd, dx, dgamma,
                                   dbeta, workspace),
@@ -256,24 +255,25 @@ Status LayerNormalizationGrad(Gpu gpu, TensorView dy, TensorView ds, TensorView 
 }
 #endif
 
-int64_t RmsNormalizationGradCpuWorkspace(TensorView, TensorView, TensorView, TensorView x,
-                                         TensorView scale, TensorView, float, float, int axes) {
-  return Workspace(x, scale, Tensors::kAbsent, axes, NormalizationCpuParts);
+void RmsNormalizationGradCpuWorkspace(TensorView, TensorView, TensorView, TensorView x,
+                                      TensorView scale, TensorView, float, float, int axes,
+                                      Workspace* workspace) {
+  TakePartial(x, scale, Tensors::kAbsent, axes, NormalizationCpuParts, workspace);
 }
-int64_t LayerNormalizationGradCpuWorkspace(TensorView, TensorView, TensorView, TensorView,
-                                           TensorView x, TensorView gamma, TensorView beta,
-                                           TensorView, TensorView, float, int axes) {
-  return Workspace(x, gamma, beta, axes, NormalizationCpuParts);
+void LayerNormalizationGradCpuWorkspace(TensorView, TensorView, TensorView, TensorView,
+                                        TensorView x, TensorView gamma, TensorView beta, TensorView,
+                                        TensorView, float, int axes, Workspace* workspace) {
+  TakePartial(x, gamma, beta, axes, NormalizationCpuParts, workspace);
 }
-
-int64_t RmsNormalizationGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView x,
-                                         TensorView scale, TensorView, float, float, int axes) {
-  return Workspace(x, scale, Tensors::kAbsent, axes, NormalizationGpuParts);
+void RmsNormalizationGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView x,
+                                      TensorView scale, TensorView, float, float, int axes,
+                                      Workspace* workspace) {
+  TakePartial(x, scale, Tensors::kAbsent, axes, NormalizationGpuParts, workspace);
 }
-int64_t LayerNormalizationGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView,
-                                           TensorView x, TensorView gamma, TensorView beta,
-                                           TensorView, TensorView, float, int axes) {
-  return Workspace(x, gamma, beta, axes, NormalizationGpuParts);
+void LayerNormalizationGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView,
+                                        TensorView x, TensorView gamma, TensorView beta, TensorView,
+                                        TensorView, float, int axes, Workspace* workspace) {
+  TakePartial(x, gamma, beta, axes, NormalizationGpuParts, workspace);
 }
 
 }  // namespace tf_ops

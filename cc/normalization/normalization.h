@@ -21,7 +21,7 @@
 
 #include <algorithm>
 
-#include "cc/common/tensor_view.h"
+#include "cc/common/workspace.h"
 
 namespace tf_ops {
 
@@ -34,10 +34,10 @@ Status RmsNormalization(Gpu gpu, TensorView x, TensorView residual, TensorView s
 
 Status RmsNormalizationGrad(Cpu cpu, TensorView dy, TensorView ds, TensorView drstd, TensorView x,
                             TensorView scale, TensorView rstd, float epsilon, float scale_offset,
-                            int axes, TensorView dx, TensorView dscale, TensorView workspace);
+                            int axes, TensorView dx, TensorView dscale, Workspace* workspace);
 Status RmsNormalizationGrad(Gpu gpu, TensorView dy, TensorView ds, TensorView drstd, TensorView x,
                             TensorView scale, TensorView rstd, float epsilon, float scale_offset,
-                            int axes, TensorView dx, TensorView dscale, TensorView workspace);
+                            int axes, TensorView dx, TensorView dscale, Workspace* workspace);
 
 Status LayerNormalization(Cpu cpu, TensorView x, TensorView residual, TensorView gamma,
                           TensorView beta, float epsilon, int axes, bool return_residual,
@@ -50,12 +50,12 @@ Status LayerNormalizationGrad(Cpu cpu, TensorView dy, TensorView ds, TensorView 
                               TensorView drstd, TensorView x, TensorView gamma, TensorView beta,
                               TensorView mean, TensorView rstd, float epsilon, int axes,
                               TensorView dx, TensorView dgamma, TensorView dbeta,
-                              TensorView workspace);
+                              Workspace* workspace);
 Status LayerNormalizationGrad(Gpu gpu, TensorView dy, TensorView ds, TensorView dmean,
                               TensorView drstd, TensorView x, TensorView gamma, TensorView beta,
                               TensorView mean, TensorView rstd, float epsilon, int axes,
                               TensorView dx, TensorView dgamma, TensorView dbeta,
-                              TensorView workspace);
+                              Workspace* workspace);
 
 // What the loops and kernels of both ops compute with; null where a tensor is left out.
 struct NormalizationProblem {
@@ -90,20 +90,20 @@ inline int64_t NormalizationGpuParts(const NormalizationProblem& p) {
   return p.rows == 0 ? 0 : std::clamp<int64_t>(limit / p.groups, 1, p.rows / p.groups);
 }
 
-// Bytes for the partial sums: functions of the gradients' inputs and attributes.
-int64_t RmsNormalizationGradCpuWorkspace(TensorView dy, TensorView ds, TensorView drstd,
-                                         TensorView x, TensorView scale, TensorView rstd,
-                                         float epsilon, float scale_offset, int axes);
-int64_t RmsNormalizationGradGpuWorkspace(TensorView dy, TensorView ds, TensorView drstd,
-                                         TensorView x, TensorView scale, TensorView rstd,
-                                         float epsilon, float scale_offset, int axes);
-int64_t LayerNormalizationGradCpuWorkspace(TensorView dy, TensorView ds, TensorView dmean,
-                                           TensorView drstd, TensorView x, TensorView gamma,
-                                           TensorView beta, TensorView mean, TensorView rstd,
-                                           float epsilon, int axes);
-int64_t LayerNormalizationGradGpuWorkspace(TensorView dy, TensorView ds, TensorView dmean,
-                                           TensorView drstd, TensorView x, TensorView gamma,
-                                           TensorView beta, TensorView mean, TensorView rstd,
-                                           float epsilon, int axes);
+// The partial sums: functions of the gradients' inputs and attributes.
+void RmsNormalizationGradCpuWorkspace(TensorView dy, TensorView ds, TensorView drstd, TensorView x,
+                                      TensorView scale, TensorView rstd, float epsilon,
+                                      float scale_offset, int axes, Workspace* workspace);
+void RmsNormalizationGradGpuWorkspace(TensorView dy, TensorView ds, TensorView drstd, TensorView x,
+                                      TensorView scale, TensorView rstd, float epsilon,
+                                      float scale_offset, int axes, Workspace* workspace);
+void LayerNormalizationGradCpuWorkspace(TensorView dy, TensorView ds, TensorView dmean,
+                                        TensorView drstd, TensorView x, TensorView gamma,
+                                        TensorView beta, TensorView mean, TensorView rstd,
+                                        float epsilon, int axes, Workspace* workspace);
+void LayerNormalizationGradGpuWorkspace(TensorView dy, TensorView ds, TensorView dmean,
+                                        TensorView drstd, TensorView x, TensorView gamma,
+                                        TensorView beta, TensorView mean, TensorView rstd,
+                                        float epsilon, int axes, Workspace* workspace);
 
 }  // namespace tf_ops

@@ -78,7 +78,7 @@ REGISTER_OP("TfOps>RmsNormalizationGrad")
       return absl::OkStatus();
     });
 TF_OPS_BIND("TfOps>RmsNormalizationGrad", RmsNormalizationGrad, Forward("dy", "dx"),
-            Workspace(RmsNormalizationGradCpuWorkspace, RmsNormalizationGradGpuWorkspace));
+            Needs(RmsNormalizationGradCpuWorkspace, RmsNormalizationGradGpuWorkspace));
 
 REGISTER_OP("TfOps>LayerNormalization")
     .Input("x: T")
@@ -124,6 +124,6 @@ REGISTER_OP("TfOps>LayerNormalizationGrad")
       return absl::OkStatus();
     });
 TF_OPS_BIND("TfOps>LayerNormalizationGrad", LayerNormalizationGrad, Forward("dy", "dx"),
-            Workspace(LayerNormalizationGradCpuWorkspace, LayerNormalizationGradGpuWorkspace));
+            Needs(LayerNormalizationGradCpuWorkspace, LayerNormalizationGradGpuWorkspace));
 
 }  // namespace tf_ops

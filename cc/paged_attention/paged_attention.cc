@@ -50,9 +50,10 @@ Status DescribePagedAttention(const TensorView& query, const TensorView& key_pag
   return Ok();
 }
 
-int64_t PagedAttentionWorkspace(TensorView query, TensorView key_pages, TensorView value_pages,
-                                TensorView page_table, TensorView key_value_seq_lengths,
-                                TensorView sink, float scale, float soft_cap, int64_t window_left) {
+void PagedAttentionWorkspace(TensorView query, TensorView key_pages, TensorView value_pages,
+                             TensorView page_table, TensorView key_value_seq_lengths,
+                             TensorView sink, float scale, float soft_cap, int64_t window_left,
+                             Workspace* workspace) {
   TensorView output = query;
   output.dims[3] = value_pages.dims[3];
   AttentionProblem p;
@@ -61,7 +62,7 @@ int64_t PagedAttentionWorkspace(TensorView query, TensorView key_pages, TensorVi
       DescribePagedAttention(query, key_pages, value_pages, page_table, key_value_seq_lengths, sink,
                              scale, soft_cap, window_left, output, &p, &pages)
           .ok();
-  return ok ? DecodeParts(p, query.dtype, nullptr).bytes() : 0;
+  if (ok) DecodeParts(p, query.dtype, workspace);
 }
 
 }  // namespace tf_ops

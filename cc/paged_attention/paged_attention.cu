@@ -8,7 +8,7 @@ namespace tf_ops {
 Status PagedAttention(Gpu gpu, TensorView query, TensorView key_pages, TensorView value_pages,
                       TensorView page_table, TensorView key_value_seq_lengths, TensorView sink,
                       float scale, float soft_cap, int64_t window_left, TensorView output,
-                      TensorView workspace) {
+                      Workspace* workspace) {
   AttentionProblem p;
   KeyPages pages;
   if (Status s =
@@ -19,7 +19,7 @@ Status PagedAttention(Gpu gpu, TensorView query, TensorView key_pages, TensorVie
   }
   return DispatchType<float, half, bf16>("paged_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
-    return DecodeAttention<T>(gpu, p, pages, output.as<T>(), nullptr, workspace.data);
+    return DecodeAttention<T>(gpu, p, pages, output.as<T>(), nullptr, workspace);
   });
 }
 

@@ -25,14 +25,15 @@ namespace tf_ops {
 Status PagedAttention(Cpu cpu, TensorView query, TensorView key_pages, TensorView value_pages,
                       TensorView page_table, TensorView key_value_seq_lengths, TensorView sink,
                       float scale, float soft_cap, int64_t window_left, TensorView output,
-                      TensorView workspace);
+                      Workspace* workspace);
 Status PagedAttention(Gpu gpu, TensorView query, TensorView key_pages, TensorView value_pages,
                       TensorView page_table, TensorView key_value_seq_lengths, TensorView sink,
                       float scale, float soft_cap, int64_t window_left, TensorView output,
-                      TensorView workspace);
-int64_t PagedAttentionWorkspace(TensorView query, TensorView key_pages, TensorView value_pages,
-                                TensorView page_table, TensorView key_value_seq_lengths,
-                                TensorView sink, float scale, float soft_cap, int64_t window_left);
+                      Workspace* workspace);
+void PagedAttentionWorkspace(TensorView query, TensorView key_pages, TensorView value_pages,
+                             TensorView page_table, TensorView key_value_seq_lengths,
+                             TensorView sink, float scale, float soft_cap, int64_t window_left,
+                             Workspace* workspace);
 
 // Checks what the launchers take, all but the table's entries, and describes it.
 Status DescribePagedAttention(const TensorView& query, const TensorView& key_pages,

@@ -54,7 +54,7 @@ Status CheckPages(const AttentionProblem& p, const KeyPages& pages) {
 Status PagedAttention(Cpu cpu, TensorView query, TensorView key_pages, TensorView value_pages,
                       TensorView page_table, TensorView key_value_seq_lengths, TensorView sink,
                       float scale, float soft_cap, int64_t window_left, TensorView output,
-                      TensorView workspace) {
+                      Workspace* workspace) {
   AttentionProblem p;
   KeyPages pages;
   if (Status s =
@@ -66,7 +66,7 @@ Status PagedAttention(Cpu cpu, TensorView query, TensorView key_pages, TensorVie
   if (Status s = CheckPages(p, pages); !s.ok()) return s;
   return DispatchType<float, half, bf16>("paged_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const DecodeParts parts(p, query.dtype, workspace.data);
+    const DecodeParts parts(p, query.dtype, workspace);
     const auto part = TF_OPS_SIMD(PagedAttentionPart<T>);
     const int64_t cost = (p.head_dim + p.value_dim) * DecodeRows(p) * p.seq_k / 8 / parts.splits;
     cpu.ParallelFor(p.batch * p.kv_heads * parts.splits, cost, [&](int64_t begin, int64_t end) {

@@ -34,6 +34,6 @@ REGISTER_OP("TfOps>PagedAttention")
                                      c->Dim(values, 3)}));
       return absl::OkStatus();
     });
-TF_OPS_BIND("TfOps>PagedAttention", PagedAttention, Workspace(PagedAttentionWorkspace));
+TF_OPS_BIND("TfOps>PagedAttention", PagedAttention, Needs(PagedAttentionWorkspace));
 
 }  // namespace tf_ops

@@ -3,5 +3,5 @@
 
 namespace tf_ops {
 template Status DecodeAttention<bf16>(Gpu, const AttentionProblem&, const KeyPages&, bf16*, float*,
-                                      void*);
+                                      Workspace*);
 }  // namespace tf_ops

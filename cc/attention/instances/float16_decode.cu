@@ -3,5 +3,5 @@
 
 namespace tf_ops {
 template Status DecodeAttention<half>(Gpu, const AttentionProblem&, const KeyPages&, half*, float*,
-                                      void*);
+                                      Workspace*);
 }  // namespace tf_ops

@@ -3,5 +3,5 @@
 
 namespace tf_ops {
 template Status DecodeAttention<float>(Gpu, const AttentionProblem&, const KeyPages&, float*,
-                                       float*, void*);
+                                       float*, Workspace*);
 }  // namespace tf_ops
