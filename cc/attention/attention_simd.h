@@ -238,26 +238,6 @@ void Scores(const AttentionProblem& p, const ScoreTile& tile, const float* qt, c
   }
 }
 
-// exp(x) for x <= 0, cheaper than Exp: 2^n times a polynomial in the rest of x log2(e). The
-// relative error grows with -x to a few ulp, as the weight shrinks beside the largest, 1.
-TF_OPS_INLINE Floats Weight(Floats x) {
-  const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f,
-               r = x * 1.44269504f - n;
-  Floats p = r * 1.53707101e-4f + 1.33998531e-3f;
-  p = p * r + 9.61837326e-3f;
-  p = p * r + 5.55032902e-2f;
-  p = p * r + 2.40226485e-1f;
-  p = p * r + 6.93147206e-1f;
-  p = p * r + 1.0f;
-#if TF_OPS_ISA == 3
-  const __mmask16 not_below = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
-  return (Floats)_mm512_maskz_scalef_ps(not_below, (__m512)p, (__m512)n);
-#else
-  const Floats scaled = (Floats)((UInts)p + ((UInts)shifted << 23));
-  return x < -87.3f ? Floats{} : scaled;
-#endif
-}
-
 // Takes a tile of scores into the softmax of its queries, of which peak is the largest score
 // so far and total the sum of exp(score - peak). The scores become weights relative to the
 // new peak, and what was summed before must be scaled by `shrink`.

@@ -57,7 +57,37 @@ TF_OPS_INLINE void Store(half* p, Floats v) {
 #endif
 }
 
+// Asks memory for what a loop that reads p, in order, wants that many bytes later. By itself it
+// looks ahead no further than a page of 4 kB and idles while a loop computes.
+constexpr int64_t kBytesAhead = 2048;
+TF_OPS_INLINE void AskAhead(const void* p, int64_t bytes = kBytesAhead) {
+  __builtin_prefetch((const void*)((uintptr_t)p + (bytes < kBytesAhead ? kBytesAhead : bytes)));
+}
+
 // The first n < kLanes elements; the other lanes read as `fill` and are not written.
+#if TF_OPS_ISA == 3
+TF_OPS_INLINE Floats LoadPartial(const float* p, int n, float fill = 0.0f) {
+  return (Floats)_mm512_mask_loadu_ps((__m512)Set(fill), (1u << n) - 1, p);
+}
+TF_OPS_INLINE void StorePartial(float* p, Floats v, int n) {
+  _mm512_mask_storeu_ps(p, (1u << n) - 1, (__m512)v);
+}
+template <typename T>
+TF_OPS_INLINE Floats LoadPartial(const T* p, int n, float fill = 0.0f) {
+  static_assert(sizeof(T) == 2);
+  T lanes[kLanes];
+  _mm256_storeu_si256((__m256i*)lanes,
+                      _mm256_mask_loadu_epi16(_mm256_set1_epi16(T(fill).bits), (1u << n) - 1, p));
+  return Load(lanes);
+}
+template <typename T>
+TF_OPS_INLINE void StorePartial(T* p, Floats v, int n) {
+  static_assert(sizeof(T) == 2);
+  T lanes[kLanes];
+  Store(lanes, v);
+  _mm256_mask_storeu_epi16(p, (1u << n) - 1, _mm256_loadu_si256((const __m256i*)lanes));
+}
+#else
 template <typename T>
 TF_OPS_INLINE Floats LoadPartial(const T* p, int n, float fill = 0.0f) {
   T lanes[kLanes];
@@ -71,27 +101,33 @@ TF_OPS_INLINE void StorePartial(T* p, Floats v, int n) {
   Store(lanes, v);
   __builtin_memcpy(p, lanes, n * sizeof(T));
 }
+#endif
 
 // As the float instructions do it: b where either is NaN.
 TF_OPS_INLINE Floats Max(Floats a, Floats b) { return a > b ? a : b; }
 TF_OPS_INLINE Floats Min(Floats a, Floats b) { return a < b ? a : b; }
 
+// Each lane and the one kDistance away trade places.
+template <int kDistance>
+TF_OPS_INLINE Floats SwapLanes(Floats v) {
+  Ints from{};
+  for (int i = 0; i < kLanes; ++i) from[i] = i ^ kDistance;
+  return __builtin_shuffle(v, from);
+}
+
 // Adds, or takes the largest of, the lanes, in a fixed order.
 TF_OPS_INLINE float ReduceSum(Floats v) {
-  float lanes[kLanes];
-  Store(lanes, v);
-  for (int n = kLanes / 2; n > 0; n /= 2) {
-    for (int i = 0; i < n; ++i) lanes[i] += lanes[i + n];
-  }
-  return lanes[0];
+  if constexpr (kLanes >= 16) v += SwapLanes<8>(v);
+  if constexpr (kLanes >= 8) v += SwapLanes<4>(v);
+  v += SwapLanes<2>(v);
+  v += SwapLanes<1>(v);
+  return v[0];
 }
 TF_OPS_INLINE float ReduceMax(Floats v) {
-  float lanes[kLanes];
-  Store(lanes, v);
-  for (int n = kLanes / 2; n > 0; n /= 2) {
-    for (int i = 0; i < n; ++i) lanes[i] = lanes[i] > lanes[i + n] ? lanes[i] : lanes[i + n];
-  }
-  return lanes[0];
+  if constexpr (kLanes >= 16) v = Max(v, SwapLanes<8>(v));
+  if constexpr (kLanes >= 8) v = Max(v, SwapLanes<4>(v));
+  v = Max(v, SwapLanes<2>(v));
+  return Max(v, SwapLanes<1>(v))[0];
 }
 
 // exp(x) to 2 ulp for x <= 88, 0 below the normal numbers (-inf included), NaN for NaN: 2^n
@@ -107,6 +143,27 @@ TF_OPS_INLINE Floats Exp(Floats x) {
   const Floats scale = (Floats)(((UInts)shifted + 127) << 23);
   const Floats y = (p * (r * r) + r + 1.0f) * scale;
   return x < -87.3f ? Floats{} : y;
+}
+
+// The weight of a softmax: exp(x) for x <= 0, cheaper than Exp: 2^n times a polynomial in the rest
+// of x log2(e). The relative error grows with -x to a few ulp, as the weight shrinks beside the
+// largest, 1.
+TF_OPS_INLINE Floats Weight(Floats x) {
+  const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f,
+               r = x * 1.44269504f - n;
+  Floats p = r * 1.53707101e-4f + 1.33998531e-3f;
+  p = p * r + 9.61837326e-3f;
+  p = p * r + 5.55032902e-2f;
+  p = p * r + 2.40226485e-1f;
+  p = p * r + 6.93147206e-1f;
+  p = p * r + 1.0f;
+#if TF_OPS_ISA == 3
+  const __mmask16 not_below = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(not_below, (__m512)p, (__m512)n);
+#else
+  const Floats scaled = (Floats)((UInts)p + ((UInts)shifted << 23));
+  return x < -87.3f ? Floats{} : scaled;
+#endif
 }
 
 // tanh(x) to a few ulp: an odd rational function near 0 would lose nothing to cancellation;

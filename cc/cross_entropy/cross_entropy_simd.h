@@ -40,7 +40,10 @@ void SumClasses(const T* logits, int64_t classes, float soft_cap, SoftmaxSums* s
     }
     const float new_max = ReduceMax(block_max);
     const float reference = new_max == -INFINITY ? 0.0f : new_max;
-    for (i = 0; i < n; i += kLanes) block_sum += Exp(Load(block + i) - reference);
+    for (i = 0; i < n; i += kLanes) {
+      AskAhead(p + i, n * sizeof(T));  // the next block, or row
+      block_sum += Weight(Load(block + i) - reference);
+    }
     sum = sum * Exp(Set(max - reference))[0] + ReduceSum(block_sum);
     sum_x += ReduceSum(block_x);
     max = new_max;
@@ -52,7 +55,7 @@ void SumClasses(const T* logits, int64_t classes, float soft_cap, SoftmaxSums* s
 template <typename V>
 TF_OPS_INLINE Floats Gradient(Floats logit, float soft_cap, V max, V scale, V shift) {
   const Floats x = Cap(logit, soft_cap);
-  const Floats dx = Exp(x - max) * scale - shift;
+  const Floats dx = Weight(x - max) * scale - shift;
   if (soft_cap == 0.0f) return dx;
   const Floats tanh = x / soft_cap;
   return dx * (1.0f - tanh * tanh);
@@ -67,6 +70,7 @@ void GradClasses(const T* logits, int64_t classes, int64_t label, float soft_cap
   const Floats at_label = Set(has_label ? float(logits[label]) : 0.0f);
   int64_t i = 0;
   for (; i + kLanes <= classes; i += kLanes) {
+    AskAhead(logits + i);
     Store(dlogits + i, Gradient(Load(logits + i), soft_cap, g.max, g.scale, g.shift));
   }
   if (const int n = classes - i; n > 0) {
@@ -101,7 +105,7 @@ void SumFewClasses(const T* logits, int64_t tokens, int64_t classes, float soft_
       sum_x += x;
       Store(block + c * kLanes, x);
     }
-    for (int64_t c = 0; c < classes; ++c) sum += Exp(Load(block + c * kLanes) - max);
+    for (int64_t c = 0; c < classes; ++c) sum += Weight(Load(block + c * kLanes) - max);
     for (int lane = 0; lane < kLanes && first + lane < tokens; ++lane) {
       sums[first + lane] = {max[lane], sum[lane], sum_x[lane]};
     }

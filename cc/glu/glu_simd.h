@@ -51,6 +51,8 @@ void GatedLinearUnitElements(const T* gate, const T* up, int64_t n, T* y) {
   Floats unused;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
+    AskAhead(gate + i);
+    AskAhead(up + i);
     Store(y + i, Activate<kActivation>(Load(gate + i), &unused) * Load(up + i));
   }
   if (i < n) {
@@ -65,6 +67,9 @@ void GatedLinearUnitGradElements(const T* dy, const T* gate, const T* up, int64_
   Floats derivative;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
+    AskAhead(dy + i);
+    AskAhead(gate + i);
+    AskAhead(up + i);
     const Floats g = Load(dy + i), u = Load(up + i);
     const Floats value = Activate<kActivation>(Load(gate + i), &derivative);
     Store(dgate + i, g * u * derivative);

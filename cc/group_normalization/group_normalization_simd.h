@@ -94,6 +94,13 @@ TF_OPS_INLINE Floats Of(const float* values, int64_t c, N n) {
   return kLast ? Get(values + c, n) : Set(values[c]);
 }
 
+// For AskAhead: where channels come last, a whole number of places, of which a strip has a part.
+template <typename T, bool kLast>
+int64_t BytesAhead(const GroupNormalizationProblem& p) {
+  const int64_t place = p.channels * sizeof(T);
+  return kLast ? (kBytesAhead + place - 1) / place * place : kBytesAhead;
+}
+
 // Groups [first_group, last_group) of a sample: of as many as fit a strip, or one, in strips.
 template <typename T, typename W, bool kLast>
 void NormalizeGroups(const GroupNormalizationProblem& p, int64_t sample, int64_t first_group,
@@ -103,6 +110,7 @@ void NormalizeGroups(const GroupNormalizationProblem& p, int64_t sample, int64_t
   const W *gamma = (const W*)p.gamma, *beta = (const W*)p.beta;
   const int64_t begin = first_group * p.group_channels, end = last_group * p.group_channels;
   const double count = double(p.group_channels) * p.outer * p.inner;
+  const int64_t ahead = BytesAhead<T, kLast>(p);
   double sums[1][kStrip], total[kStrip];
   float mean[kStrip], scale[kStrip], shift[kStrip];
   float* const group_mean = p.mean + sample * p.groups;
@@ -121,7 +129,10 @@ void NormalizeGroups(const GroupNormalizationProblem& p, int64_t sample, int64_t
   for (int64_t c = begin; c < end; c += kStrip) {
     SumByChannel<1, kLast>(p, sample, c, strip_of(c), sums,
                            [&](int64_t i, int64_t, auto n, Floats* v)
-                               __attribute__((always_inline)) { v[0] = Get(x + i, n); });
+                               __attribute__((always_inline)) {
+                                 AskAhead(x + i, ahead);
+                                 v[0] = Get(x + i, n);
+                               });
     add_to_groups(c, strip_of(c));
   }
   for (int64_t g = first_group; g < last_group; ++g) {
@@ -163,6 +174,7 @@ void NormalizeGroupsGrad(const GroupNormalizationProblem& p, int64_t sample, int
   const W* gamma = (const W*)p.gamma;
   const int64_t begin = first_group * p.group_channels, end = last_group * p.group_channels;
   const double count = double(p.group_channels) * p.outer * p.inner;
+  const int64_t ahead = BytesAhead<T, kLast>(p);
   double sums[2][kStrip], total[2][kStrip];
   float mean[kStrip], rstd[kStrip], scale[kStrip], average[2][kStrip];
   const auto strip_of = [&](int64_t c) { return end - c < kStrip ? end - c : int64_t{kStrip}; };
@@ -181,6 +193,8 @@ void NormalizeGroupsGrad(const GroupNormalizationProblem& p, int64_t sample, int
     SumByChannel<2, kLast>(
         p, sample, c, strip_of(c), sums,
         [&](int64_t i, int64_t at, auto n, Floats* v) __attribute__((always_inline)) {
+          AskAhead(x + i, ahead);
+          AskAhead(dy + i, ahead);
           v[0] = Get(dy + i, n);
           v[1] = v[0] * ((Get(x + i, n) - Of<kLast>(mean, at, n)) * Of<kLast>(rstd, at, n));
         });

@@ -39,18 +39,24 @@ void NormalizationRows(const NormalizationProblem& p, int64_t begin, int64_t end
       const T* residual = (const T*)p.residual + row * cols;
       T* s = (T*)p.s + row * cols;
       ForVectors(0, cols, [=](int64_t i, auto n) __attribute__((always_inline)) {
+        AskAhead(x + i);
+        AskAhead(residual + i);
         Put(s + i, Get(x + i, n) + Get(residual + i, n), n);
       });
       x = s;
     }
     float mean = 0.0f;
     if (kMean) {
-      mean = SumOver(cols, [=](int64_t i, auto n)
-                               __attribute__((always_inline)) { return Get(x + i, n); }) /
+      mean = SumOver(cols,
+                     [=](int64_t i, auto n) __attribute__((always_inline)) {
+                       AskAhead(x + i);
+                       return Get(x + i, n);
+                     }) /
              float(cols);
       p.mean[row] = mean;
     }
     const float squares = SumOver(cols, [=](int64_t i, auto n) __attribute__((always_inline)) {
+      if (!kMean) AskAhead(x + i);
       const Floats v = Get(x + i, n) - mean;
       return v * v;
     });
@@ -93,8 +99,11 @@ void NormalizationGradRows(const NormalizationProblem& p, int64_t begin, int64_t
     };
     const auto xhat = [=](int64_t i, auto n)
                           __attribute__((always_inline)) { return (Get(x + i, n) - mean) * rstd; };
-    float dot = SumOver(cols, [=](int64_t i, auto n)
-                                  __attribute__((always_inline)) { return g(i, n) * xhat(i, n); });
+    float dot = SumOver(cols, [=](int64_t i, auto n) __attribute__((always_inline)) {
+      AskAhead(dy + i);
+      AskAhead(x + i);
+      return g(i, n) * xhat(i, n);
+    });
     if (p.drstd) dot += rstd * p.drstd[row];
     dot /= float(cols);
     float shift = 0.0f, dmean = 0.0f;

@@ -37,6 +37,8 @@ void RotateHalves(const T* x1, const T* x2, const float* cos, const float* sin, 
                   T* y2) {
   int i = 0;
   for (; i + kLanes <= n; i += kLanes) {
+    AskAhead(x1 + i);
+    AskAhead(x2 + i);
     const Floats a = Load(x1 + i), b = Load(x2 + i), c = Load(cos + i), s = Load(sin + i);
     Store(y1 + i, a * c - b * s);
     Store(y2 + i, b * c + a * s);
@@ -62,6 +64,7 @@ template <typename T>
 void RotateInterleaved(const T* x, const float* cos2, const float* sin2, int n2, T* y) {
   int i = 0;
   for (; i + kLanes <= n2; i += kLanes) {
+    AskAhead(x + i);
     const Floats v = Load(x + i);
     Store(y + i, v * Load(cos2 + i) + SwapPairs(v) * Load(sin2 + i));
   }

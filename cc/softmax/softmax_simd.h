@@ -58,34 +58,56 @@ void SoftmaxOfInfinities(const T* x, const bool* mask, float scale, int64_t cols
   }
 }
 
-// A row of at most kScratch entries: read once, one exponential for each.
-template <typename T, bool kMask>
-void SoftmaxRow(const T* x, const bool* mask, float scale, int64_t cols, T* y) {
-  float scratch[kScratch + kLanes];
-  Floats max = Set(-INFINITY), sum = {};
+// kRows rows of `cols` entries, at most kScratch together: read once, one exponential for each
+// entry. Rows beside each other hide each other's latencies.
+template <typename T, bool kMask, int kRows>
+void SoftmaxRows(const T* x, const bool* const* masks, float scale, int64_t cols, T* y) {
+  float scratch[kScratch + kRows * kLanes];
+  const int64_t stride = (cols + kLanes - 1) / kLanes * kLanes;
+  Floats max[kRows], sum[kRows] = {};
+  float m[kRows], inverse[kRows];
+  for (int r = 0; r < kRows; ++r) max[r] = Set(-INFINITY);
   ForVectors(cols, [&](int64_t i, auto whole, int n) __attribute__((always_inline)) {
-    const Floats v = Visible<kMask>(x + i, mask + i, scale, whole, n);
-    max = Max(v, max);  // passes over NaN, which the sum keeps
-    Store(scratch + i, v);
-  });
-  const float m = ReduceMax(max);
-  for (int64_t i = 0; i < cols; i += kLanes) {
-    const Floats e = Exp(Load(scratch + i) - m);
-    sum += e;
-    Store(scratch + i, e);
-  }
-  const float s = ReduceSum(sum);
-  // With everything hidden m is -inf and s NaN.
-  if (!(s > 0.0f && s <= 3.4e38f && m > -INFINITY)) {
-    float visible = 0.0f;
-    for (int64_t i = 0; i < cols; ++i) {
-      if (!kMask || mask[i]) visible += Exp(Set(float(x[i]) * scale - m))[0];
+    for (int r = 0; r < kRows; ++r) {
+      const Floats v = Visible<kMask>(x + r * cols + i, masks[r] + i, scale, whole, n);
+      max[r] = Max(v, max[r]);  // passes over NaN, which the sum keeps
+      Store(scratch + r * stride + i, v);
     }
-    return SoftmaxOfInfinities(x, kMask ? mask : nullptr, scale, cols, m, visible, y);
+  });
+  for (int r = 0; r < kRows; ++r) m[r] = ReduceMax(max[r]);
+  for (int64_t i = 0; i < cols; i += kLanes) {
+    for (int r = 0; r < kRows; ++r) {
+      AskAhead(x + r * cols + i, kRows * cols * sizeof(T));  // the next rows
+      const Floats e = Weight(Load(scratch + r * stride + i) - m[r]);
+      sum[r] += e;
+      Store(scratch + r * stride + i, e);
+    }
   }
-  const float inverse = 1.0f / s;
+  bool plain = true;
+  for (int r = 0; r < kRows; ++r) {
+    const float s = ReduceSum(sum[r]);
+    inverse[r] = 1.0f / s;
+    // With everything hidden m is -inf and s NaN.
+    plain &= s > 0.0f && s <= 3.4e38f && m[r] > -INFINITY;
+  }
+  if (!plain) {
+    if constexpr (kRows > 1) {
+      for (int r = 0; r < kRows; ++r) {
+        SoftmaxRows<T, kMask, 1>(x + r * cols, masks + r, scale, cols, y + r * cols);
+      }
+    } else {
+      float visible = 0.0f;
+      for (int64_t i = 0; i < cols; ++i) {
+        if (!kMask || masks[0][i]) visible += Exp(Set(float(x[i]) * scale - m[0]))[0];
+      }
+      SoftmaxOfInfinities(x, kMask ? masks[0] : nullptr, scale, cols, m[0], visible, y);
+    }
+    return;
+  }
   ForVectors(cols, [&](int64_t i, auto whole, int n) __attribute__((always_inline)) {
-    Put(y + i, Load(scratch + i) * inverse, whole, n);
+    for (int r = 0; r < kRows; ++r) {
+      Put(y + r * cols + i, Load(scratch + r * stride + i) * inverse[r], whole, n);
+    }
   });
 }
 
@@ -105,7 +127,10 @@ void SumPart(const T* x, const bool* mask, float scale, int64_t cols, float* max
       Store(block + i, v);
     });
     const float new_max = ReduceMax(block_max), reference = new_max == -INFINITY ? 0.0f : new_max;
-    for (int64_t i = 0; i < count; i += kLanes) block_sum += Exp(Load(block + i) - reference);
+    for (int64_t i = 0; i < count; i += kLanes) {
+      AskAhead(x + begin + i, kBlock * sizeof(T));
+      block_sum += Weight(Load(block + i) - reference);
+    }
     total = total * Exp(Set(m - reference))[0] + ReduceSum(block_sum);
     m = new_max;
   }
@@ -123,7 +148,7 @@ void WritePart(const T* x, const bool* mask, float scale, int64_t cols, float ma
   const float inverse = 1.0f / sum;
   ForVectors(cols, [&](int64_t i, auto whole, int n) __attribute__((always_inline)) {
     const Floats v = Visible<kMask>(x + i, mask + i, scale, whole, n);
-    Put(y + i, Exp(v - max) * inverse, whole, n);
+    Put(y + i, Weight(v - max) * inverse, whole, n);
   });
 }
 
@@ -134,6 +159,8 @@ double DotPart(const T* dy, const T* y, int64_t cols) {
     const int64_t count = cols - begin < kBlock ? cols - begin : kBlock;
     Floats sum = {};
     ForVectors(count, [&](int64_t i, auto whole, int n) __attribute__((always_inline)) {
+      AskAhead(y + begin + i);
+      AskAhead(dy + begin + i);
       const Floats p = Get(y + begin + i, whole, n), d = Get(dy + begin + i, whole, n);
       sum += p == 0.0f ? Floats{} : p * d;
     });
