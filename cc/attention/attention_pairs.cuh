@@ -142,26 +142,38 @@ __global__ void __launch_bounds__(256)
   if (b >= p.batch) return;
   const int dim = p.value_dim, lane = threadIdx.x % 8;
   constexpr int kVector = 16 / sizeof(T);
+  const unsigned group = 0xffu << (threadIdx.x % 32 / 8 * 8);
   float sum = 0.0f;
-  for (int d = lane * kVector; d < dim; d += 8 * kVector) {
+  for (int begin = 0; begin < dim; begin += 8 * kVector) {
+    const int d = begin + lane * kVector;
     struct alignas(16) Vector {
       T values[kVector];
-    } x, y;
+    } x = {}, y = {};
     const T* from_x = doutput + row * dim + d;
     const T* from_y = output + row * dim + d;
-    if (aligned) {
+    if (aligned && d < dim) {
       x = *reinterpret_cast<const Vector*>(from_x);
       y = *reinterpret_cast<const Vector*>(from_y);
-    } else {
+    } else if (!aligned) {
       for (int e = 0; e < kVector; ++e) {
         x.values[e] = d + e < dim ? from_x[e] : T(0.0f);
         y.values[e] = d + e < dim ? from_y[e] : T(0.0f);
       }
     }
-    for (int e = 0; e < kVector; ++e) sum += float(x.values[e]) * float(y.values[e]);
+    if constexpr (std::is_same_v<T, float>) {
+      // In the order of SimtProducts: where one weight is 1 and o is v, do . o is the very do . v.
+      for (int turn = 0; turn < 8; ++turn) {
+        float next = sum;
+        for (int e = 0; e < kVector; ++e) next = fmaf(x.values[e], y.values[e], next);
+        sum = __shfl_sync(group, next, turn, 8);
+      }
+    } else {
+      for (int e = 0; e < kVector; ++e) sum += float(x.values[e]) * float(y.values[e]);
+    }
   }
-  const unsigned group = 0xffu << (threadIdx.x % 32 / 8 * 8);
-  for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(group, sum, step);
+  if constexpr (!std::is_same_v<T, float>) {
+    for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(group, sum, step);
+  }
   const AttentionPairs<T> pairs(p, b, h);
   const int begin = pairs.KeyBegin(int(i)), end = pairs.KeyEnd(int(i), 1);
   bool one_key = end - begin == 1;
