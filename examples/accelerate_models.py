@@ -275,7 +275,7 @@ def longest(args, deadline):
                 alone = Contender(name, c.kind, args, deadline, c.seq).start()
                 alone.tell("prepare", "measure")
                 result = alone.result()
-            results[name].setdefault(c.kind, []).append({"seq": c.seq, **result})
+            results[name].setdefault(f"{c.seq} tokens", {})[c.kind] = result
             text = result.get("error") or f"{result['train_ms']:.0f} ms"
             print(f"{name:9}{c.kind:19}{c.seq:8} tokens: {text}", flush=True)
             save(args, results)
