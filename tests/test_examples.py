@@ -132,3 +132,15 @@ def test_accelerate_models(tmp_path):
     for results in models.values():
         assert results["tf_ops"]["share_served"] == 1.0
         assert results["stock"]["train_ms"] > 0
+
+
+def test_lengths_that_train(tmp_path):
+    pytest.importorskip("keras_hub", reason="KerasHub is not installed: pip install keras-hub")
+    command = [sys.executable, EXAMPLES / "accelerate_models.py", "--device-config=tiny"]
+    command += ["--policy=float32", "--only=llama", "--longest", "32", "16"]
+    command += [f"--json={tmp_path / 'longest.json'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "longest.json").read_text())["longest"]["llama"]
+    assert results["32 tokens"]["tf_ops"]["train_ms"] > 0
+    assert results["16 tokens"]["stock"]["train_ms"] > 0
