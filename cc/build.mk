@@ -76,10 +76,10 @@ ADAPTERS := $(filter %_op.cc.o,$(OBJECTS)) $(patsubst %,$B/cc/common/%.cc.o,tf x
 $B/sources: FORCE
 	@mkdir -p $(@D); echo '$(OBJECTS) $(CU)' | cmp -s - $@ || echo '$(OBJECTS) $(CU)' >$@
 # A hash of each family's sources, which a stored choice of a kernel's configuration goes with.
-$B/families.cc: $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cu cc/*/*.cuh cc/*/instances/*.cu) $B/sources
-	@(echo 'extern "C" const char* tf_ops_families() {'; echo '  return ""'; for f in $(sort $(wildcard cc/*/)); do \
-	  echo "      \"$$(basename $$f) $$(cat $$(find $$f -type f | LC_ALL=C sort) | sha256sum | cut -c1-12)\\n\""; done; \
-	  echo '      ;'; echo '}') >$@
+$B/families.cc: $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cu cc/*/*.cuh cc/*/instances/*.cu) $B/sources $(ROOT)cc/build.mk
+	@(echo 'extern "C" const char* tf_ops_families() { return ""'; for f in $(sort $(wildcard cc/*/)); do \
+	  echo "\"$$(basename $$f) $$(find $$f -type f | LC_ALL=C sort | xargs cat | sha256sum | cut -c1-12) \""; done; \
+	  echo '; }') >$@
 $B/families.cc.o: $B/families.cc $B/config ; $(call CXX_RULE)
 $(LIBRARY): $(OBJECTS) $(CU) $B/families.cc.o $B/sources $(ROOT)cc/exports.lds
 	$(call LINK,$(TF_LINK))

@@ -33,7 +33,7 @@ def cache(tmp_path, monkeypatch):
 
 def normalization():
     x = tf.random.stateless_normal([2, 32, 64], [1, 2])
-    fn = lambda x, scale: tf_ops.group_normalization(x, 16, scale)
+    fn = lambda x, scale: tf_ops.group_normalization(x, scale, groups=16)
     return with_gradients(fn), [x, tf.ones([64]), tf.random.stateless_normal(x.shape, [3, 4])]
 
 
@@ -217,7 +217,7 @@ if sys.argv[2] == "known":
 with tf.device("CPU"):
     for channels in map(int, sys.argv[1].split(",")):
         x = tf.random.normal([1, 8, channels])
-        assert tf_ops.tune(lambda x: tf_ops.group_normalization(x, channels // 4), x)
+        assert tf_ops.tune(lambda x: tf_ops.group_normalization(x, groups=channels // 4), x)
 """
 
 

@@ -114,7 +114,7 @@ def tuned_call(family, dtype, n):
         return tf_ops.paged_attention, [query, *cache, table, lengths]
     if family == "group_normalization":
         x = normal(n["samples"], n["pixels"], n["channels"])
-        fn = lambda x, scale: tf_ops.group_normalization(x, n["groups"], scale)
+        fn = lambda x, scale: tf_ops.group_normalization(x, scale, groups=n["groups"])
         return with_gradients(fn), [x, normal(n["channels"]), tf.identity(x)]
     if family == "normalization":
         x = normal(n["rows"], n["cols"])

@@ -43,8 +43,8 @@ def _function(name, result=None):
 
 def _families():
     """The hash of each family's sources, as the library was built."""
-    lines = _function("tf_ops_families", ctypes.c_char_p)().decode().splitlines()
-    return dict(line.split() for line in lines)
+    words = _function("tf_ops_families", ctypes.c_char_p)().decode().split()
+    return dict(zip(words[::2], words[1::2]))
 
 
 def _asked(fn):
@@ -128,7 +128,7 @@ class _Stored:
     def load(self):
         self.choices = {}
         # Devices are asked for where a file may be theirs.
-        if _mode() == "off" or not any(f.glob("*.json") for f in (_SHIPPED, cache_dir())):
+        if _mode() == "off" or not any(any(f.glob("*.json")) for f in (_SHIPPED, cache_dir())):
             return
         for device in filter(None, map(_device_name, ("CPU", "GPU"))):
             for folder in (_SHIPPED, cache_dir()):
@@ -245,11 +245,9 @@ def tune(fn, *args, verbose=None):
     say = lambda text: print(text, flush=True) if verbose else None
     args = [tf.convert_to_tensor(x) for x in args]
     size = sum(x.shape.num_elements() * x.dtype.size for x in args)
-    inputs = [[tf.identity(x) + tf.zeros_like(x) if x.dtype.is_floating else x for x in args]]
-    inputs += [
-        [x + tf.zeros_like(x) if x.dtype.is_floating else tf.identity(x) for x in args]
-        for _ in range(min(8, _COLD_BYTES // max(size, 1)))
-    ]
+    # Selected from two, so that each is memory of its own.
+    copy = lambda x: tf.where(tf.ones_like(x, tf.bool), x, tf.zeros_like(x))
+    inputs = [[copy(x) for x in args] for _ in range(1 + min(8, _COLD_BYTES // max(size, 1)))]
     run = tf.function(fn, jit_compile=False, autograph=False)
     results = {}
     try:
