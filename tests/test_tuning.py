@@ -135,8 +135,12 @@ def test_force_measures_again_and_off_does_not(monkeypatch):
         monkeypatch.setenv("TF_OPS_AUTOTUNE", "off")
         tuning.load()
         assert tf_ops.tune(fn, *inputs) == {} and not tuning._stored.choices and not times
+        monkeypatch.setenv("TF_OPS_AUTOTUNE", "cached")
+        tuning.load()
+        known = tf_ops.tune(fn, *inputs)
+        assert known and not times
         monkeypatch.setenv("TF_OPS_AUTOTUNE", "force")
-        assert tf_ops.tune(fn, *inputs) and times
+        assert tf_ops.tune(fn, *inputs).keys() == known.keys() and times
         monkeypatch.setenv("TF_OPS_AUTOTUNE", "always")
         with pytest.raises(ValueError, match="always"):
             tf_ops.tune(fn, *inputs)
