@@ -34,7 +34,7 @@ with tempfile.TemporaryDirectory() as folder:
         packages=[*find_packages(include=["tf_ops*"]), "tf_ops.cc"],
         package_dir={"tf_ops.cc": "cc"},
         package_data={
-            "tf_ops": ["_tf_ops.so", "templates/**", "templates/.*"],
+            "tf_ops": ["_tf_ops.so", "templates/**", "templates/.*", "tuned/*.json"],
             "tf_ops.cc": ["common/*", "*.mk", "exports.lds"],
         },
         install_requires=[f"tensorflow=={minor}.*"],

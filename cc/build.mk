@@ -75,7 +75,13 @@ ADAPTERS := $(filter %_op.cc.o,$(OBJECTS)) $(patsubst %,$B/cc/common/%.cc.o,tf x
 # Changes when a source comes or goes.
 $B/sources: FORCE
 	@mkdir -p $(@D); echo '$(OBJECTS) $(CU)' | cmp -s - $@ || echo '$(OBJECTS) $(CU)' >$@
-$(LIBRARY): $(OBJECTS) $(CU) $B/sources $(ROOT)cc/exports.lds
+# A hash of each family's sources, which a stored choice of a kernel's configuration goes with.
+$B/families.cc: $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cu cc/*/*.cuh cc/*/instances/*.cu) $B/sources $(ROOT)cc/build.mk
+	@(echo 'extern "C" const char* tf_ops_families() { return ""'; for f in $(sort $(wildcard cc/*/)); do \
+	  echo "\"$$(basename $$f) $$(find $$f -type f | LC_ALL=C sort | xargs cat | sha256sum | cut -c1-12) \""; done; \
+	  echo '; }') >$@
+$B/families.cc.o: $B/families.cc $B/config ; $(call CXX_RULE)
+$(LIBRARY): $(OBJECTS) $(CU) $B/families.cc.o $B/sources $(ROOT)cc/exports.lds
 	$(call LINK,$(TF_LINK))
 
 # No TensorFlow header is in reach of a launcher.

@@ -209,7 +209,7 @@ void DotProductAttentionGpuWorkspace(TensorView query, TensorView key, TensorVie
                         sink, seed, scale, soft_cap, is_causal, bottom_right, window_left,
                         window_right, dropout_rate, output, lse, &p)
           .ok();
-  if (ok && ServesDecode(p, query.dtype)) DecodeParts(p, query.dtype, workspace);
+  if (ok && ServesDecode(p, query.dtype)) DecodeParts(p, query.dtype, 1, workspace);
 }
 
 void DotProductAttentionGradGpuWorkspace(TensorView, TensorView, TensorView, TensorView key,

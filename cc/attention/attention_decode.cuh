@@ -571,7 +571,8 @@ template <typename T>
 Status DecodeAttention(Gpu gpu, const AttentionProblem& p, const KeyPages& pages, T* output,
                        float* lse, Workspace* workspace) {
   if (p.batch == 0 || p.seq_q == 0 || p.heads == 0) return Ok();
-  DecodeProblem d = {p, pages, DecodeParts(p, kDTypeOf<T>, workspace)};
+  DecodeProblem d = {p, pages,
+                     DecodeParts(p, kDTypeOf<T>, DecodeSplits(p, kDTypeOf<T>, "GPU"), workspace)};
   if (p.seq_k > kMaxSeq || DecodeRows(p) > kMaxSeq) {
     return InvalidArgument("dot_product_attention: a sequence is longer than 2^29");
   }

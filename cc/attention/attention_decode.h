@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cc/attention/attention.h"
+#include "cc/common/tuning.h"
 
 namespace tf_ops {
 
@@ -30,7 +31,7 @@ inline int DecodeRowTile(const AttentionProblem& p, DType dtype) {
 // The parts of the keys, such that rounds of blocks are full and parts long: a function of shapes
 // alone, for the workspace depends on it, and of no device in particular, for sums are to be the
 // same on all.
-inline int DecodeSplits(const AttentionProblem& p, DType dtype) {
+inline int DecodeHeuristicSplits(const AttentionProblem& p, DType dtype) {
   constexpr int64_t kBlocks = 264;  // two on each of an H200's multiprocessors
   constexpr int64_t kTile = 64;     // keys; about what starting or combining parts takes
   int64_t keys = p.seq_k;
@@ -52,6 +53,20 @@ inline int DecodeSplits(const AttentionProblem& p, DType dtype) {
   return best;
 }
 
+// The parts that are tried and used, and the most of them, which the workspace holds: the product
+// of rows and parts is bounded by the heuristic, so that twice as many are a few megabytes.
+inline int DecodeMostSplits(const AttentionProblem& p, DType dtype) {
+  const int64_t tiles = std::max<int64_t>((p.seq_k + 63) / 64, 1);
+  return int(std::min<int64_t>(tiles, 2 * DecodeHeuristicSplits(p, dtype)));
+}
+inline int DecodeSplits(const AttentionProblem& p, DType dtype, const char* device) {
+  const Tunable tunable = {"attention/decode", device, {"jobs", "rows", "seq_k", "value_dim"}};
+  const int heuristic = DecodeHeuristicSplits(p, dtype), most = DecodeMostSplits(p, dtype);
+  return int(Choose(tunable, dtype, {p.batch * p.kv_heads, DecodeRows(p), p.seq_k, p.value_dim},
+                    heuristic, {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 66, 88, 132, 264},
+                    [&](int64_t n) { return n >= 1 && n <= most && 4 * n >= heuristic; }));
+}
+
 // What the parts leave, of each row of the output: sums [splits, rows, stride] of values, and
 // stats [splits, rows], the largest score and the sum of the exponentials.
 struct DecodeParts {
@@ -60,12 +75,14 @@ struct DecodeParts {
   float* sums;
   float* stats;  // pairs
 
-  DecodeParts(const AttentionProblem& p, DType dtype, Workspace* workspace)
-      : splits(DecodeSplits(p, dtype)),
-        rows(p.batch * p.seq_q * p.heads),
-        stride((p.value_dim + 3) / 4 * 4),
-        sums(splits > 1 ? workspace->Take<float>("sums", {splits, rows, stride}) : nullptr),
-        stats(splits > 1 ? workspace->Take<float>("stats", {splits, rows, 2}) : nullptr) {}
+  // The memory is that of the most parts, for another number may be chosen between the call for
+  // the workspace and the launch.
+  DecodeParts(const AttentionProblem& p, DType dtype, int splits, Workspace* workspace)
+      : splits(splits), rows(p.batch * p.seq_q * p.heads), stride((p.value_dim + 3) / 4 * 4) {
+    const int64_t most = DecodeMostSplits(p, dtype);
+    sums = most > 1 ? workspace->Take<float>("sums", {most, rows, stride}) : nullptr;
+    stats = most > 1 ? workspace->Take<float>("stats", {most, rows, 2}) : nullptr;
+  }
 };
 
 // Whether these kernels serve a contiguous cache: to queries that one block can take, a key that

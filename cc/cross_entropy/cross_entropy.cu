@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "cc/common/cuda.cuh"
+#include "cc/common/tuning.h"
 #include "cc/cross_entropy/linear_cross_entropy.h"
 
 namespace tf_ops {
@@ -346,12 +347,21 @@ __global__ void __launch_bounds__(kGroup > kThreads ? kGroup : kThreads)
 // Calls launch(kGroup, kCapped, grid, block) with the number of threads that suits the rows. A warp
 // a row never waits for other warps; there must be as many rows as keep the GPU busy.
 template <int kMaxGroup, typename Launch>
-Status WithGroups(const CrossEntropyProblem& p, const Launch& launch) {
+Status WithGroups(const char* kernel, DType dtype, const CrossEntropyProblem& p,
+                  const Launch& launch) {
   const bool many = p.tokens >= 32 * CurrentDevice().multiprocessors;
-  const int group = p.classes <= 16                            ? 4
+  const int suits = p.classes <= 16                            ? 4
                     : p.classes <= (many ? 8192 : 2048)        ? 32
                     : p.tokens < 256 && p.classes >= (1 << 15) ? 1024
                                                                : 256;
+  const Tunable threads = {kernel, "GPU", {"tokens", "classes"}};
+  // Fewer than 4 loops over 256 classes would keep a thread long; more threads than classes idle.
+  const auto legal = [&](int64_t n) {
+    return (n == 4 || n == 32 || n == 256 || n == 1024) && n <= kMaxGroup && n <= 4 * p.classes &&
+           p.classes <= 256 * n;
+  };
+  const int group = int(Choose(threads, dtype, {p.tokens, p.classes}, std::min(suits, kMaxGroup),
+                               {4, 32, 256, 1024}, legal));
   return DispatchInt<4, 32, 256, 1024>("cross_entropy: threads per row", group, [&](auto n) {
     constexpr int kGroup = std::min<int>(n, kMaxGroup), kBlock = std::max(kGroup, kThreads),
                   kRows = kBlock / kGroup;
@@ -370,11 +380,13 @@ Status Gradient(Gpu gpu, const CrossEntropyProblem& p, const TensorView& dloss,
                 const TensorView& dlogits) {
   return DispatchType<float, half, bf16>("cross_entropy", logits.dtype, [&](auto t) {
     using T = decltype(t);
-    return WithGroups<1024>(p, [&](auto group, auto capped, unsigned grid, int block) {
-      SparseSoftmaxCrossEntropyGradKernel<group, capped, T><<<grid, block, 0, gpu.stream>>>(
-          dloss.as<const float>(), p, logits.as<const T>(), max.as<const float>(),
-          log_sum.as<const float>(), dlogits.as<T>());
-    });
+    return WithGroups<1024>(
+        "cross_entropy/grad", logits.dtype, p,
+        [&](auto group, auto capped, unsigned grid, int block) {
+          SparseSoftmaxCrossEntropyGradKernel<group, capped, T><<<grid, block, 0, gpu.stream>>>(
+              dloss.as<const float>(), p, logits.as<const T>(), max.as<const float>(),
+              log_sum.as<const float>(), dlogits.as<T>());
+        });
   });
 }
 
@@ -393,11 +405,13 @@ Status SparseSoftmaxCrossEntropy(Gpu gpu, TensorView labels, TensorView logits,
   }
   return DispatchType<float, half, bf16>("sparse_softmax_cross_entropy", logits.dtype, [&](auto t) {
     using T = decltype(t);
-    return WithGroups<1024>(p, [&](auto group, auto capped, unsigned grid, int block) {
-      SparseSoftmaxCrossEntropyKernel<group, capped><<<grid, block, 0, gpu.stream>>>(
-          p, logits.as<const T>(),
-          WriteLoss{loss.as<float>(), max.as<float>(), log_sum.as<float>()});
-    });
+    return WithGroups<1024>(
+        "cross_entropy/forward", logits.dtype, p,
+        [&](auto group, auto capped, unsigned grid, int block) {
+          SparseSoftmaxCrossEntropyKernel<group, capped><<<grid, block, 0, gpu.stream>>>(
+              p, logits.as<const T>(),
+              WriteLoss{loss.as<float>(), max.as<float>(), log_sum.as<float>()});
+        });
   });
 }
 
@@ -431,10 +445,13 @@ Status LinearCrossEntropy(Gpu gpu, TensorView labels, TensorView logits, TensorV
   return DispatchType<float, half, bf16>("linear_cross_entropy", logits.dtype, [&](auto t) {
     using T = decltype(t);
     // Blocks are narrow, and adding them takes registers that 1024 threads do not have.
-    return WithGroups<256>(p, [&](auto group, auto capped, unsigned grid, int block) {
-      SparseSoftmaxCrossEntropyKernel<group, capped><<<grid, block, 0, gpu.stream>>>(
-          p, logits.as<const T>(), AddBlock{sums.as<const BlockSums>(), new_sums.as<BlockSums>()});
-    });
+    return WithGroups<256>(
+        "cross_entropy/block_sums", logits.dtype, p,
+        [&](auto group, auto capped, unsigned grid, int block) {
+          SparseSoftmaxCrossEntropyKernel<group, capped><<<grid, block, 0, gpu.stream>>>(
+              p, logits.as<const T>(),
+              AddBlock{sums.as<const BlockSums>(), new_sums.as<BlockSums>()});
+        });
   });
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cc/common/dispatch.h"
+#include "cc/common/tuning.h"
 #include "cc/group_normalization/group_normalization.h"
 
 namespace tf_ops {
@@ -18,9 +19,17 @@ namespace tf_ops {
 namespace {
 
 // Enough channels for whole vectors where they come last, else a group.
-int64_t GroupsAtOnce(const GroupNormalizationProblem& p) {
+int64_t GroupsAtOnce(DType dtype, const GroupNormalizationProblem& p, const char* kernel) {
   if (p.inner > 1) return 1;
-  return std::clamp<int64_t>(128 / std::max<int64_t>(p.group_channels, 1), 1, p.groups);
+  const Tunable groups = {kernel, "CPU", {"samples", "outer", "channels", "groups"}};
+  const int64_t heuristic =
+      std::clamp<int64_t>(128 / std::max<int64_t>(p.group_channels, 1), 1, p.groups);
+  // A task has one group, or as many as fit a strip.
+  const auto legal = [&](int64_t n) {
+    return n == 1 || (n > 1 && n <= p.groups && n * p.group_channels <= kStrip);
+  };
+  return Choose(groups, dtype, {p.samples, p.outer, p.channels, p.groups}, heuristic,
+                {1, 2, 4, 8, 16, 32, 64}, legal);
 }
 
 // Calls f(T{}, W{}, std::bool_constant<channels come last>{}); W is the weights' type.
@@ -41,8 +50,9 @@ Status DispatchTypes(DType dtype, const GroupNormalizationProblem& p, const F& f
 
 // Calls f(sample, first group, last group) for all of them.
 template <typename F>
-void ForGroups(const Cpu& cpu, const GroupNormalizationProblem& p, int64_t cost, const F& f) {
-  const int64_t step = GroupsAtOnce(p), steps = (p.groups + step - 1) / step;
+void ForGroups(const Cpu& cpu, const GroupNormalizationProblem& p, int64_t step, int64_t cost,
+               const F& f) {
+  const int64_t steps = (p.groups + step - 1) / step;
   const int64_t elements = step * p.group_channels * p.outer * p.inner;
   cpu.ParallelFor(p.samples * steps, cost * elements + 100, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -65,7 +75,9 @@ Status GroupNormalization(Cpu cpu, TensorView x, TensorView gamma, TensorView be
   p.y = y.data;
   return DispatchTypes(x.dtype, p, [&](auto t, auto w, auto last) {
     const auto run = TF_OPS_SIMD(NormalizeGroups<decltype(t), decltype(w), decltype(last)::value>);
-    ForGroups(cpu, p, 2, [&](int64_t n, int64_t first, int64_t end) { run(p, n, first, end); });
+    const int64_t step = GroupsAtOnce(x.dtype, p, "group_normalization/forward");
+    ForGroups(cpu, p, step, 2,
+              [&](int64_t n, int64_t first, int64_t end) { run(p, n, first, end); });
   });
 }
 
@@ -82,7 +94,9 @@ Status GroupNormalizationGrad(Cpu cpu, TensorView dy, TensorView x, TensorView g
   return DispatchTypes(x.dtype, p, [&](auto t, auto w, auto last) {
     using W = decltype(w);
     const auto run = TF_OPS_SIMD(NormalizeGroupsGrad<decltype(t), W, decltype(last)::value>);
-    ForGroups(cpu, p, 3, [&](int64_t n, int64_t first, int64_t end) { run(p, n, first, end); });
+    const int64_t step = GroupsAtOnce(x.dtype, p, "group_normalization/grad");
+    ForGroups(cpu, p, step, 3,
+              [&](int64_t n, int64_t first, int64_t end) { run(p, n, first, end); });
     const auto sum_samples = [&](const float* sums, void* out) {
       if (!out) return;
       for (int64_t c = 0; c < p.channels; ++c) {

@@ -3,6 +3,7 @@
 #include <initializer_list>
 
 #include "cc/common/hopper.cuh"
+#include "cc/common/tuning.h"
 #include "cc/normalization/normalization.cuh"
 
 namespace tf_ops {
@@ -306,6 +307,16 @@ __global__ void __launch_bounds__(GradShape<Layout>::kBlock, 1)
 }
 
 // False: this device has no such kernel, or not the shared memory for it.
+// How many blocks share the rows of a group: as many as run at once, of at most `turns`, unless a
+// part of them is as quick and leaves less to add up.
+int64_t ChooseParts(DType dtype, const NormalizationProblem& p, int64_t turns, int64_t at_once) {
+  constexpr Tunable kParts = {"normalization/grad_parts", "GPU", {"rows", "cols", "groups"}};
+  const int64_t most = std::min(NormalizationGpuParts(p), turns);
+  return Choose(kParts, dtype, {p.rows, p.cols, p.groups}, std::min(most, at_once),
+                {16, 33, 44, 66, 88, 99, 110, 120, 126, 132, 264},
+                [&](int64_t n) { return n >= 1 && n <= most && n <= 2 * at_once; });
+}
+
 template <typename T, bool kMean, int kVec, typename Layout>
 bool LaunchGrad(Gpu gpu, const NormalizationProblem& p, int64_t* parts) {
   using Shape = GradShape<Layout>;
@@ -340,8 +351,8 @@ bool LaunchGrad(Gpu gpu, const NormalizationProblem& p, int64_t* parts) {
     config.gridDim = dim3(kCluster);
     if (cudaOccupancyMaxActiveClusters(&at_once, kernel, &config) != cudaSuccess) return true;
   }
-  *parts = std::min({NormalizationGpuParts(p), (p.rows / p.groups + kRows - 1) / kRows,
-                     std::max<int64_t>(at_once / p.groups, 1)});
+  *parts = ChooseParts(kDTypeOf<T>, p, (p.rows / p.groups + kRows - 1) / kRows,
+                       std::max<int64_t>(at_once / p.groups, 1));
   config.gridDim = dim3(*parts * p.groups * kCluster);
   cudaLaunchKernelEx(&config, kernel, p, *parts);
   return true;
@@ -483,8 +494,8 @@ Status NormalizeGrad(Gpu gpu, const NormalizationProblem& p) {
                         RowLayout<512, 4>, RowLayout<512, 2, 2>, RowLayout<512, 4, 2>,
                         RowLayout<512, 2, 4>, RowLayout<512, 4, 4>, RowLayout<512, 2, 8>>(
             p.cols / kVec, launch)) {
-      parts = std::min({NormalizationGpuParts(p), p.rows / p.groups,
-                        std::max<int64_t>(CurrentDevice().multiprocessors / p.groups, 1)});
+      parts = ChooseParts(kDTypeOf<T>, p, p.rows / p.groups,
+                          std::max<int64_t>(CurrentDevice().multiprocessors / p.groups, 1));
       NormalizationGradWideKernel<T, kMean, kVec>
           <<<parts * p.groups, kWideThreads, 0, gpu.stream>>>(p, parts);
     }

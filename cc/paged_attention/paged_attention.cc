@@ -62,7 +62,7 @@ void PagedAttentionWorkspace(TensorView query, TensorView key_pages, TensorView 
       DescribePagedAttention(query, key_pages, value_pages, page_table, key_value_seq_lengths, sink,
                              scale, soft_cap, window_left, output, &p, &pages)
           .ok();
-  if (ok) DecodeParts(p, query.dtype, workspace);
+  if (ok) DecodeParts(p, query.dtype, 1, workspace);
 }
 
 }  // namespace tf_ops

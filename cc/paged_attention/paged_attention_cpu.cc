@@ -66,7 +66,7 @@ Status PagedAttention(Cpu cpu, TensorView query, TensorView key_pages, TensorVie
   if (Status s = CheckPages(p, pages); !s.ok()) return s;
   return DispatchType<float, half, bf16>("paged_attention", query.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const DecodeParts parts(p, query.dtype, workspace);
+    const DecodeParts parts(p, query.dtype, DecodeSplits(p, query.dtype, "CPU"), workspace);
     const auto part = TF_OPS_SIMD(PagedAttentionPart<T>);
     const int64_t cost = (p.head_dim + p.value_dim) * DecodeRows(p) * p.seq_k / 8 / parts.splits;
     cpu.ParallelFor(p.batch * p.kv_heads * parts.splits, cost, [&](int64_t begin, int64_t end) {
