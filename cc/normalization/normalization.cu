@@ -6,16 +6,9 @@
 namespace tf_ops {
 namespace {
 
-// sum / count, without the call that a division may take: around it registers would be spilled.
-__device__ float Quotient(float sum, float count, float inverse) {
-  const float q = sum * inverse;
-  return fmaf(fmaf(-q, count, sum), inverse, q);
-}
-
-// kRows rows per block, kThreads threads to a row, which they hold in registers: it is read from
-// memory once, all of its loads in flight together, and its weights are on their way before its
-// sums are known. Of registers each thread may have what lets 1024 run on a multiprocessor, so that
-// blocks load while others wait for their sums.
+// kRows rows at a time per block, kThreads threads to a row, which they hold in registers: it is
+// read from memory once, all of its loads in flight together. Of registers each thread may have
+// what lets 1024 run on a multiprocessor, so that blocks load while others wait for their sums.
 template <typename T, bool kFloatWeights, bool kMean, int kVec, int kThreads, int kChunks,
           int kRows>
 __global__ void __launch_bounds__(kThreads* kRows, 1024 / (kThreads * kRows))
@@ -26,100 +19,87 @@ __global__ void __launch_bounds__(kThreads* kRows, 1024 / (kThreads * kRows))
   // Weights that are left out are zeros.
   const float scale_offset = p.scale ? p.scale_offset : 1.0f;
   const int lane = threadIdx.x % kThreads;
-  const float cols = p.cols, inverse_cols = 1.0f / cols;
-  const int64_t row = blockIdx.x * int64_t{kRows} + threadIdx.x / kThreads;
-  const int64_t vectors = row < p.rows ? p.cols / kVec : 0, base = row * vectors;
-  const int64_t weight = GroupOf(p, row) * vectors;
+  const float cols = p.cols;
 
-  Vector x[kChunks];
-#pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    const int64_t v = lane + c * kThreads;
-    if (v < vectors) x[c] = __ldcg(static_cast<const Vector*>(p.x) + base + v);
-  }
-  if (p.residual) {
-    Vector residual[kChunks];
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int64_t v = lane + c * kThreads;
-      if (v < vectors) residual[c] = __ldcg(static_cast<const Vector*>(p.residual) + base + v);
-    }
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int64_t v = lane + c * kThreads;
-      if (v >= vectors) continue;
-      float a[kVec], b[kVec];
-      Unpack<T, kVec>(x[c], a);
-      Unpack<T, kVec>(residual[c], b);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) a[i] += b[i];
-      x[c] = Pack<T, kVec>(a);
-      static_cast<Vector*>(p.s)[base + v] = x[c];
-    }
-  }
-  // Those of float32 take twice the registers.
-  Vector scale[kFloatWeights ? 1 : kChunks], beta[kFloatWeights || !kMean ? 1 : kChunks];
-  if constexpr (!kFloatWeights) {
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int64_t v = lane + c * kThreads;
-      if (v >= vectors) continue;
-      if (p.scale) scale[c] = __ldg(static_cast<const Vector*>(p.scale) + weight + v);
-      if (kMean && p.beta) beta[c] = __ldg(static_cast<const Vector*>(p.beta) + weight + v);
-    }
-  }
+  // Every thread of a block makes the same number of turns: the sums take all of them.
+  for (int64_t first = blockIdx.x * int64_t{kRows}; first < p.rows;
+       first += gridDim.x * int64_t{kRows}) {
+    const int64_t row = first + threadIdx.x / kThreads;
+    const int64_t vectors = row < p.rows ? p.cols / kVec : 0, base = row * vectors;
 
-  float mean = 0.0f;
-  if constexpr (kMean) {
-    float sum[1] = {0.0f};
+    Vector x[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int64_t v = lane + c * kThreads;
+      if (v < vectors) x[c] = __ldcg(static_cast<const Vector*>(p.x) + base + v);
+    }
+    if (p.residual) {
+      Vector residual[kChunks];
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int64_t v = lane + c * kThreads;
+        if (v < vectors) residual[c] = __ldcg(static_cast<const Vector*>(p.residual) + base + v);
+      }
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int64_t v = lane + c * kThreads;
+        if (v >= vectors) continue;
+        float a[kVec], b[kVec];
+        Unpack<T, kVec>(x[c], a);
+        Unpack<T, kVec>(residual[c], b);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) a[i] += b[i];
+        x[c] = Pack<T, kVec>(a);
+        static_cast<Vector*>(p.s)[base + v] = x[c];
+      }
+    }
+
+    float mean = 0.0f;
+    if constexpr (kMean) {
+      float sum[1] = {0.0f};
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        if (lane + c * kThreads >= vectors) continue;
+        float a[kVec];
+        Unpack<T, kVec>(x[c], a);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) sum[0] += a[i];
+      }
+      SumOverRow<kThreads>(sum, warps, half);
+      mean = sum[0] / cols;
+    }
+    float squares[1] = {0.0f};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       if (lane + c * kThreads >= vectors) continue;
       float a[kVec];
       Unpack<T, kVec>(x[c], a);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) sum[0] += a[i];
+      for (int i = 0; i < kVec; ++i) squares[0] += (a[i] - mean) * (a[i] - mean);
     }
-    SumOverRow<kThreads>(sum, warps, half);
-    mean = Quotient(sum[0], cols, inverse_cols);
-  }
-  float squares[1] = {0.0f};
-#pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    if (lane + c * kThreads >= vectors) continue;
-    float a[kVec];
-    KeepRaw(x[c]);
-    Unpack<T, kVec>(x[c], a);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) squares[0] += (a[i] - mean) * (a[i] - mean);
-  }
-  SumOverRow<kThreads>(squares, warps, half);
-  const float rstd = rsqrtf(squares[0] * inverse_cols + p.epsilon);
-  if (lane == 0 && row < p.rows) {
-    if constexpr (kMean) p.mean[row] = mean;
-    p.rstd[row] = rstd;
-  }
+    SumOverRow<kThreads>(squares, warps, half);
+    const float rstd = rsqrtf(squares[0] / cols + p.epsilon);
+    if (lane == 0 && row < p.rows) {
+      if constexpr (kMean) p.mean[row] = mean;
+      p.rstd[row] = rstd;
+    }
 
+    const int64_t weight = GroupOf(p, row) * vectors;
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    const int64_t v = lane + c * kThreads;
-    if (v >= vectors) continue;
-    float a[kVec], w[kVec] = {}, b[kVec] = {};
-    KeepRaw(x[c]);
-    Unpack<T, kVec>(x[c], a);
-    if constexpr (kFloatWeights) {
-      if (p.scale) LoadWeights<T, kVec>(p.scale, true, weight + v, w);
-      if (kMean && p.beta) LoadWeights<T, kVec>(p.beta, true, weight + v, b);
-    } else {
-      if (p.scale) Unpack<T, kVec>(scale[c], w);
-      if (kMean && p.beta) Unpack<T, kVec>(beta[c], b);
-    }
+    for (int c = 0; c < kChunks; ++c) {
+      const int64_t v = lane + c * kThreads;
+      if (v >= vectors) continue;
+      float a[kVec], scale[kVec] = {}, beta[kVec] = {};
+      Unpack<T, kVec>(x[c], a);
+      if (p.scale) LoadWeights<T, kVec>(p.scale, kFloatWeights, weight + v, scale);
+      if (kMean && p.beta) LoadWeights<T, kVec>(p.beta, kFloatWeights, weight + v, beta);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      a[i] = (a[i] - mean) * rstd * (w[i] + scale_offset);
-      if constexpr (kMean) a[i] += b[i];
+      for (int i = 0; i < kVec; ++i) {
+        a[i] = (a[i] - mean) * rstd * (scale[i] + scale_offset);
+        if constexpr (kMean) a[i] += beta[i];
+      }
+      static_cast<Vector*>(p.y)[base + v] = Pack<T, kVec>(a);
     }
-    static_cast<Vector*>(p.y)[base + v] = Pack<T, kVec>(a);
   }
 }
 
@@ -198,6 +178,8 @@ __global__ void __launch_bounds__(kWideThreads) NormalizationWideKernel(Normaliz
   }
 }
 
+constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
+
 }  // namespace
 
 Status Normalize(Gpu gpu, const NormalizationProblem& p) {
@@ -210,7 +192,7 @@ Status Normalize(Gpu gpu, const NormalizationProblem& p) {
           using Layout = decltype(layout);
           constexpr int kThreads = Layout::kThreadsPerRow;
           constexpr int kRows = kThreads < 128 ? 128 / kThreads : 1;
-          const int64_t blocks = (p.rows + kRows - 1) / kRows;
+          const int64_t blocks = std::min((p.rows + kRows - 1) / kRows, kMostBlocks);
           const auto with = [&](auto float_weights) {
             NormalizationKernel<T, decltype(float_weights)::value, kMean, kVec, kThreads,
                                 Layout::kChunksPerThread, kRows>
@@ -225,7 +207,7 @@ Status Normalize(Gpu gpu, const NormalizationProblem& p) {
                             RowLayout<128, 4>, RowLayout<256, 4>, RowLayout<512, 4>,
                             RowLayout<1024, 4>>(p.cols / kVec, launch)) {
           NormalizationWideKernel<T, kMean, kVec>
-              <<<std::min<int64_t>(p.rows, INT32_MAX), kWideThreads, 0, gpu.stream>>>(p);
+              <<<std::min(p.rows, kMostBlocks), kWideThreads, 0, gpu.stream>>>(p);
         }
         return CudaStatus();
       });
