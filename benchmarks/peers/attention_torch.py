@@ -728,6 +728,8 @@ def feature_times(library):
         {"bias": "hqk"},
         {"sink": True},
         {"dropout": 0.1},
+        {"mask": "bk", "shown": ((0, 4096), (0, 3072))},
+        {"mask": "bk"},
         {"window": (1023, -1)},
         {"window": (1023, -1), "sink": True, "dropout": 0.1, "soft_cap": 30.0},
         *long.values(),
