@@ -69,7 +69,9 @@ def scaffold(arguments):
         raise SystemExit(f"python -m tf_ops new: {error}") from error
     print(*(f"  {folder / file}" for file in files), sep="\n")
     print(f"\n{name} computes scale * x * x so far. To build and test it:\n")
-    print(f"  make -C {folder} test OP={name} PYTHON={sys.executable}")
+    checkout = _library.PATH.parents[1]
+    path = f"PYTHONPATH={checkout} " if (checkout / "cc").is_dir() else ""
+    print(f"  {path}make -C {folder} test OP={name} PYTHON={sys.executable}")
 
 
 def bench(arguments):
@@ -132,13 +134,17 @@ def tuned_call(family, dtype, n):
 def tune(arguments):
     """Measures the configurations of an op's kernels at a shape, and keeps the quickest."""
     sizes = dict(item.split("=") for item in TUNED[arguments.op].split(","))
-    given = dict(item.split("=") for item in arguments.shape.split(",") if item)
-    if not given.keys() <= sizes.keys():
-        raise SystemExit(f"--shape of {arguments.op} is of the form {TUNED[arguments.op]}")
-    sizes = {name: int(size) for name, size in (sizes | given).items()}
+    form = f"--shape of {arguments.op} is of the form {TUNED[arguments.op]}"
+    try:
+        given = dict(item.split("=") for item in arguments.shape.split(",") if item)
+        sizes = {name: int(given.pop(name, size)) for name, size in sizes.items()}
+    except ValueError as error:
+        raise SystemExit(form) from error
+    if given:
+        raise SystemExit(form)
     fn, inputs = tuned_call(arguments.op, arguments.dtype, sizes)
     if not tf_ops.tune(fn, *inputs, verbose=True):
-        print("no kernel has a choice at this shape on this device")
+        print("no kernel has a choice on this device at", sizes)
 
 
 def compute_capability():
@@ -159,6 +165,12 @@ def info_attention(arguments):
     if capability == 90 and "90a" not in archs:
         print(f"This build is for {archs or 'the CPU only'}. One for 90a would use:")
     seq_k, kv_heads = a.seq_k or a.seq, a.kv_heads or a.heads
+    if capability < 80:
+        sys.exit("The kernels want a compute capability of 8.0 or later.")
+    if max(a.head_dim, a.value_dim or 0) > 256:
+        sys.exit("head_dim and value_dim are at most 256.")
+    if a.heads % kv_heads:
+        sys.exit(f"{a.heads} heads are no multiple of {kv_heads} key heads.")
     sizes = [a.batch, a.heads, kv_heads, a.seq, seq_k, a.head_dim, a.value_dim or a.head_dim]
     features = [a.bias, a.mask, a.soft_cap, a.dropout, a.padding_mask]
     for name, gradient in (("forward", False), ("gradient", True)):

@@ -53,6 +53,8 @@ def summary():
     for (op, device), counted in sorted(stats().items()):
         calls, total, peak = counted.values()
         lines.append(f"{op:42}{device:8}{calls:10,}{total:20,}{peak:16,}")
+    if len(lines) == 1:
+        lines.append("Nothing was counted: tf_ops.memory.record() comes first.")
     for gpu in tf.config.list_logical_devices("GPU"):
         name = gpu.name.removeprefix("/device:")
         info = tf.config.experimental.get_memory_info(name)

@@ -126,6 +126,10 @@ def check(op, reference, inputs, dtype=tf.float32, mode="eager", seed=0, second_
             largest = np.abs(e.numpy()[np.isfinite(e)]).max(initial=0)
             allowed = ratio * error(s, e) + ulps * ulp * largest
             off = error(a, e)
+            assert not np.isnan(off), (
+                f"{name}: off by nan: it is NaN or infinite where the reference is not, or the"
+                " reverse. What a kernel leaves unwritten is NaN in tests."
+            )
             assert off <= allowed, f"{name}: off by {off:.3g}, not {allowed:.3g} at most"
 
 

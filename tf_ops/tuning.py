@@ -35,33 +35,38 @@ def _mode():
     return mode
 
 
-def _function(name, result=None):
-    function = getattr(ctypes.CDLL(str(_library.PATH)), name)
-    function.restype = result
-    return function
+def _call(name, *args, result=None):
+    """What each library answers: this package's and those of `tf_ops.extend.load`."""
+    answers = []
+    for library in _library.loaded:
+        function = getattr(library, name)
+        function.restype = result
+        answers.append(function(*args))
+    return answers
 
 
 def _families():
-    """The hash of each family's sources, as the library was built."""
-    words = _function("tf_ops_families", ctypes.c_char_p)().decode().split()
+    """The hash of each family's sources, as its library was built."""
+    texts = _call("tf_ops_families", result=ctypes.c_char_p)
+    words = b" ".join(texts).decode().split()
     return dict(zip(words[::2], words[1::2]))
 
 
 def _asked(fn):
     """What the kernels of fn() ask: by key the heuristic's value, and then the others."""
-    _function("tf_ops_tuning_listen")(1)
+    _call("tf_ops_tuning_listen", 1)
     try:
         fn()
     finally:
-        _function("tf_ops_tuning_listen")(0)
-    text = _function("tf_ops_tuning_asked", ctypes.c_char_p)().decode()
+        _call("tf_ops_tuning_listen", 0)
+    text = b"".join(_call("tf_ops_tuning_asked", result=ctypes.c_char_p)).decode()
     pairs = (line.split("\t") for line in text.splitlines())
     return {key: [int(value) for value in values.split()] for key, values in pairs}
 
 
 def _set(choices):
     text = "".join(f"{key}\t{value}\n" for key, value in choices.items())
-    _function("tf_ops_tuning_set")(text.encode())
+    _call("tf_ops_tuning_set", text.encode())
 
 
 def _device_name(kind):
@@ -208,7 +213,7 @@ def _measure(key, values, run, inputs, say):
 
 
 def tune(fn, *args, verbose=None):
-    """Measures the kernels' configurations in fn(*args), and keeps the quickest.
+    """Measures the kernels' configurations in `fn(*args)`, and keeps the quickest.
 
     The first call of `fn` tells which kernels have a choice for these sizes. Each legal value is
     then measured in turn, on copies of the arguments that come in turns so that no cache holds
@@ -224,7 +229,7 @@ def tune(fn, *args, verbose=None):
         fn: a function of tensors that changes nothing, neither variables nor files: it is called
             many times. With a gradient inside, as `tf_ops.benchmarking.with_gradients` makes it,
             the kernels of the gradient are measured, too.
-        *args: tensors, or what becomes one.
+        args: tensors, or what becomes one.
         verbose: whether to print progress and the measured times; None: as the variable says.
 
     Returns:
