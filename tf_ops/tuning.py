@@ -39,7 +39,9 @@ def _call(name, *args, result=None):
     """What each library answers: this package's and those of `tf_ops.extend.load`."""
     answers = []
     for library in _library.loaded:
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            continue  # one that was linked without cc/common/tuning.cc has no choices
         function.restype = result
         answers.append(function(*args))
     return answers
