@@ -292,6 +292,16 @@ def test_info_attention(monkeypatch, capsys):
     assert lines == [f"{name:9} sm_80: there is dropout" for name in ("forward", "gradient")]
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [("--sm 70", "8.0"), ("--head-dim 257", "256"), ("--heads 3 --kv-heads 2", "multiple")],
+)
+def test_info_attention_of_calls_that_cannot_be(arguments, message, monkeypatch):
+    monkeypatch.setattr("sys.argv", f"tf_ops info attention --sm 90 {arguments}".split())
+    with pytest.raises(SystemExit, match=message):
+        tf_ops.__main__.main()
+
+
 def test_list_ops():
     for suffix in ("", "Grad", "BiasGrad"):
         assert f"TfOps>DotProductAttention{suffix}" in tf_ops.list_ops()

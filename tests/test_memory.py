@@ -67,6 +67,7 @@ def test_calls_are_counted(ops, mode, device):
     key = "TfOpsTest>Scribble", device[:3]
     tf_ops.memory.record()
     assert key not in tf_ops.memory.stats()
+    assert "record() comes first" in tf_ops.memory.summary()
     for size in (1000, 10, 10):
         scribble(ops, mode, size)
     counted = tf_ops.memory.stats()[key]

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tf_ops
+import tf_ops.__main__
 from tf_ops import tuning
 from tf_ops.benchmarking import with_gradients
 
@@ -236,6 +237,46 @@ def test_two_processes_leave_a_valid_file(cache):
     assert not [name for name in os.listdir(cache) if name.startswith("tmp")]
     # A later process knows them all, and measures nothing.
     assert start("64,128,256,512,1024,2048", "known").wait() == 0
+
+
+def test_another_library_keeps_what_this_process_tuned(cache, monkeypatch):
+    with tf.device("CPU"):
+        fn, inputs = normalization()
+        tf_ops.tune(fn, *inputs)
+        (path,) = cache.glob("*.json")
+        path.unlink()
+        tf_ops.extend.load(ROOT / "build" / "tests" / "binding.so")
+        monkeypatch.setattr(tuning, "_seconds", lambda *_: pytest.fail("measured again"))
+        assert tf_ops.tune(fn, *inputs)
+
+
+def test_off_leaves_the_heuristics(cache, monkeypatch):
+    with tf.device("CPU"):
+        fn, inputs = decode()
+        expected = fn(*inputs).numpy()
+        ((key, values),) = tuning._asked(lambda: fn(*inputs)).items()
+        tuning._stored.use(**{key: values[-1]})
+        monkeypatch.setenv("TF_OPS_AUTOTUNE", "off")
+        tuning.load()
+        np.testing.assert_array_equal(fn(*inputs), expected)
+
+
+def command(monkeypatch, arguments):
+    monkeypatch.setattr("sys.argv", ["tf_ops", "tune", *arguments.split()])
+    tf_ops.__main__.main()
+
+
+def test_command(monkeypatch, capsys, cache):
+    shape = "--shape samples=1,pixels=8,channels=64,groups=16"
+    with tf.device("CPU"):
+        command(monkeypatch, f"group_normalization --dtype float32 {shape}")
+    assert "heuristic" in capsys.readouterr().out and only(cache)
+
+
+@pytest.mark.parametrize("shape", ["nothing", "rows=x", "lines=3"])
+def test_command_says_what_a_shape_is(shape, monkeypatch):
+    with pytest.raises(SystemExit, match="of the form rows=16384,cols=4096"):
+        command(monkeypatch, f"normalization --shape {shape}")
 
 
 def test_not_inside_a_graph():

@@ -19,7 +19,7 @@ def load(path):
         ImportError: it cannot be loaded; the text says what mends it.
     """
     library = _library.load(path)
-    tuning.load()
+    tuning.load_more()
     return library
 
 

@@ -5,7 +5,6 @@ A call is run once while the library notes what its kernels ask. Each legal valu
 and the one that wins is kept in a JSON file per device, for this process and later ones.
 """
 
-import contextlib
 import ctypes
 import fcntl
 import json
@@ -41,7 +40,7 @@ def _call(name, *args, result=None):
     for library in _library.loaded:
         function = getattr(library, name, None)
         if function is None:
-            continue  # one that was linked without cc/common/tuning.cc has no choices
+            continue  # of a library linked without the table, or the hashes of cc/build.mk
         function.restype = result
         answers.append(function(*args))
     return answers
@@ -135,11 +134,11 @@ class _Stored:
     def load(self):
         self.choices = {}
         # Devices are asked for where a file may be theirs.
-        if _mode() == "off" or not any(any(f.glob("*.json")) for f in (_SHIPPED, cache_dir())):
-            return
-        for device in filter(None, map(_device_name, ("CPU", "GPU"))):
-            for folder in (_SHIPPED, cache_dir()):
-                self.choices |= _read(folder / _file_name(device))
+        folders = [f for f in (_SHIPPED, cache_dir()) if any(f.glob("*.json"))]
+        if _mode() != "off" and folders:
+            for device in filter(None, map(_device_name, ("CPU", "GPU"))):
+                for folder in folders:
+                    self.choices |= _read(folder / _file_name(device))
         self.use()
 
     def use(self, **trial):
@@ -150,8 +149,16 @@ _stored = _Stored()
 
 
 def load():
-    """Gives the library the choices that are stored for the devices here."""
+    """Gives the libraries the choices that are stored for the devices here, and no others."""
     _stored.load()
+
+
+def load_more():
+    """The same once another library is there; what this process has tuned stays."""
+    kept = _stored.choices
+    _stored.load()
+    _stored.choices |= kept
+    _stored.use()
 
 
 def _agree(results, references):
@@ -273,13 +280,3 @@ def tune(fn, *args, verbose=None):
         if fresh:
             _write(_device_name(kind), fresh)
     return results
-
-
-@contextlib.contextmanager
-def heuristics():
-    """Inside, no stored choice is used: what the tuned values are compared with."""
-    _set({})
-    try:
-        yield
-    finally:
-        _stored.use()

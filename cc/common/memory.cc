@@ -81,7 +81,7 @@ bool RecordsMemory() {
 }
 
 void RecordMemory(const std::string& op, const char* device, int64_t workspace_bytes) {
-  if (LogsMemory()) {
+  if (LogsMemory() && workspace_bytes > 0) {
     std::fprintf(stderr, "tf_ops: %s on %s: a workspace of %lld bytes\n", op.c_str(), device,
                  static_cast<long long>(workspace_bytes));
   }
