@@ -155,20 +155,26 @@ def fitted(a, jit_compile):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_fit(architectures, name, policy):
-    a, stock = (architectures.build(name, dtype=policy) for _ in range(2))
-    for layer in [*a.model._flatten_layers(), *stock.model._flatten_layers()]:
+    keras.utils.set_random_seed(0)
+    dtypes = [policy, policy, "float32"]
+    a, stock, exact = built = [architectures.build(name, dtype=dtype) for dtype in dtypes]
+    for layer in (layer for x in built for layer in x.model._flatten_layers()):
         if isinstance(layer, keras.layers.Dropout):
             layer.rate = 0.0  # theirs and ours drop other weights
         if isinstance(layer, keras.layers.MultiHeadAttention):
             layer._dropout = 0.0
-    same_weights(a.model, stock.model)
+    same_weights(*(x.model for x in built))
     tf_ops.accelerate(a.model)
     # XLA, which is the default on a GPU only, once for each kind of model.
     jit_compile = True if name in ("gemma", "vit") and policy == "float32" else "auto"
-    ours, stock = fitted(a, jit_compile), fitted(stock, "auto")
+    ours, stock, exact = fitted(a, jit_compile), fitted(stock, "auto"), fitted(exact, "auto")
     assert tf_ops.coverage().share == 1.0
     assert ours[-1] < ours[0]
-    np.testing.assert_allclose(ours, stock, rtol=1e-4 if policy == "float32" else 0.02)
+    if policy == "float32":
+        np.testing.assert_allclose(ours, stock, rtol=1e-4)
+    else:  # Training lets roundings grow, sd3's to 11 % of stock's loss.
+        off = lambda losses: np.abs(np.divide(losses, exact) - 1).max()
+        assert off(ours) <= 2 * off(stock) + 2.0**-7
 
 
 def test_fit_with_dropout_in_the_kernel(architectures):
